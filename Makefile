@@ -27,7 +27,7 @@ train: .venv/dev.stamp ## train with the default recipe (ARGS="fit --out /tmp/we
 	$(BIN)/python -m trainer $(ARGS)
 
 load-test: .venv/dev.stamp ## drive a running service (ARGS="--mode open --rate 500")
-	$(BIN)/python benchmarks/load_test.py $(ARGS)
+	$(BIN)/python -m benchmarks.load_test $(ARGS)
 
 dev: .venv/dev.stamp ## install what training, benchmarks, tests and checks need into .venv
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +38,10 @@ def missing_library(error: ImportError) -> str:
     return f"this benchmark needs {name}, which is not installed: {_INSTALL[name]}"
 
 
+class CannotStart(Exception):
+    """Nothing was measured; the message says why and what to do."""
+
+
 def explained(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
     """Wrap the main function of a command: what it lacks or refuses is a line and exit code 2."""
 
@@ -46,7 +51,7 @@ def explained(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]
             return main(arguments)
         except ImportError as exc:
             print(missing_library(exc), file=sys.stderr)
-        except (LeNetError, TrainerError) as exc:
+        except (CannotStart, LeNetError, TrainerError) as exc:
             print(exc, file=sys.stderr)
         return 2
 
@@ -78,6 +83,33 @@ def positive_float(text: str) -> float:
 def non_negative_float(text: str) -> float:
     """A finite number >= 0."""
     return 0.0 if float(text) == 0 else positive_float(text)
+
+
+def duration_ms(text: str) -> float:
+    """Milliseconds from a duration with its unit: 800us, 5ms or 0.5s."""
+    found = re.fullmatch(r"(\d*\.?\d+)(us|ms|s)", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}, expected a duration such as 800us, 5ms or 0.5s"
+        )
+    return float(found[1]) * {"us": 1e-3, "ms": 1.0, "s": 1e3}[found[2]]
+
+
+def count_or_percent(text: str) -> tuple[float, str]:
+    """The number and the unit, "" or "%", of a count such as 10 or a share such as 0.1%."""
+    found = re.fullmatch(r"(\d+)|(\d*\.?\d+)%", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a count such as 10, or 0.1%")
+    return float(found[1] or found[2]), "" if found[1] else "%"
+
+
+def spare_cores(host: str) -> int:
+    """The cores that a client here may use: all but one for a service on the same machine."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cores = os.cpu_count() or 1
+    return max(1, cores - (host in ("localhost", "127.0.0.1", "::1")))
 
 
 def latest_weights(folder: Path = Path("weights/lenet")) -> Path:

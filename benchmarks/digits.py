@@ -21,11 +21,14 @@ from PIL import Image
 from lenet.cpu import CpuBackend
 from lenet.pixels import PIXELS, Images
 from lenet.weightfile import WeightFile
+from service.forms import open_inference_pb2 as pb
 from service.forms.body import Limits, decode
 from trainer.mnist import load
 
 Format: TypeAlias = Literal["json", "raw", "npy", "png", "grpc"]
-"""Form of a request; "grpc": a tensor as raw bytes."""
+"""Form of a request; "grpc": a message of ModelInfer with a tensor as raw bytes."""
+
+MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 JSON, BINARY = "application/json", "application/octet-stream"
 """Content types of requests and answers."""
@@ -81,7 +84,7 @@ def prepare_requests(
     count = len(digits.images)
     requests = -(-count // images_per_request)
     rows = np.arange(requests * images_per_request).reshape(requests, -1) % count
-    bodies = [encode(digits.images[chosen], form) for chosen in rows]
+    bodies = [encode(digits.images[chosen], form, weights.model.name) for chosen in rows]
     if form == "png":
         # The service crops, scales and centres a picture before the model sees it.
         limits = Limits(max_images=images_per_request)
@@ -108,14 +111,22 @@ def own_labels(weights: WeightFile, images: Images) -> NDArray[np.int64]:
     )
 
 
-def encode(images: Images, form: Format) -> tuple[str, bytes]:
-    """(content type, body) of a request for `images`."""
+def encode(images: Images, form: Format, model: str = "lenet") -> tuple[str, bytes]:
+    """(content type, body) of a request for `images`; a message of gRPC names the `model`."""
     images = np.ascontiguousarray(images)
     if form == "json":
         flat = images.reshape(-1, PIXELS)
         return JSON, orjson.dumps({"images": flat}, option=orjson.OPT_SERIALIZE_NUMPY)
-    if form in ("raw", "grpc"):
+    if form == "raw":
         return BINARY, images.tobytes()
+    if form == "grpc":
+        tensor = pb.ModelInferRequest.InferInputTensor(
+            name="image", datatype="UINT8", shape=images.shape
+        )
+        message = pb.ModelInferRequest(
+            model_name=model, inputs=[tensor], raw_input_contents=[images.tobytes()]
+        )
+        return "application/grpc", message.SerializeToString()
     if form == "npy":
         file = io.BytesIO()
         np.save(file, images, allow_pickle=False)
@@ -169,6 +180,21 @@ def judge_binary(content: bytes, request: PreparedRequest) -> Verdict:
         return Verdict("bad answer: count of bytes")
     probabilities = np.frombuffer(content, "<f4").reshape(-1, 10)
     return judge_tensors(probabilities.argmax(axis=1), probabilities, request)
+
+
+def judge_message(content: bytes, request: PreparedRequest) -> tuple[Verdict, dict[str, float]]:
+    """Check the answer of ModelInfer; milliseconds in the service by stage."""
+    reply = pb.ModelInferResponse.FromString(content)
+    known = reply.parameters
+    server_ms = {name.removesuffix("_us"): known[name].int64_param / 1e3 for name in known}
+    names = [output.name for output in reply.outputs]
+    raw = dict(zip(names, reply.raw_output_contents, strict=False))
+    try:
+        labels = np.frombuffer(raw["label"], "<i8")
+        probabilities = np.frombuffer(raw["probabilities"], "<f4").reshape(-1, 10)
+    except (KeyError, ValueError):
+        return Verdict("bad answer: not the documented tensors"), server_ms
+    return judge_tensors(labels, probabilities, request), server_ms
 
 
 def judge_tensors(

@@ -24,16 +24,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from benchmarks.command import arguments_of, commit, latest_weights, positive_int, provenance
-from benchmarks.digits import PreparedRequest, prepare_requests, read_digits
-from benchmarks.load_clients import GrpcConnection
+from benchmarks.digits import (
+    MODEL_INFER,
+    PreparedRequest,
+    judge_message,
+    prepare_requests,
+    read_digits,
+)
 from benchmarks.servers import Server, ServerFailed, free_port, lenet_serve, running
 from lenet.errors import LeNetError
 from lenet.files import write_atomically
 from lenet.weightfile import WeightFile
 
 _WARM_UP_S = 1
-_PATH = "/inference.GRPCInferenceService/ModelInfer"
 _DISTRIBUTIONS = ("lenet-serve", "grpcio", "protobuf", "uvloop", "onnxruntime")
 
 
@@ -129,12 +135,12 @@ def _measure(
     """The rounds, the servers in turns, after a warm-up round of each."""
     with tempfile.TemporaryDirectory() as folder, _servers(weights, model, options) as servers:
         body = Path(folder) / "body"
-        body.write_bytes(asyncio.run(_checked_message(servers[0][1], model, request)))
+        body.write_bytes(asyncio.run(_checked_message(servers[0][1], request)))
         for turn in range(options.rounds + 1):
             for server, address in servers:
                 before_s, answered = server.cpu_s(), _answered(server)
                 duration_s = options.duration if turn else _WARM_UP_S
-                calls = _load(h2load, f"http://{address}{_PATH}", body, duration_s, options)
+                calls = _load(h2load, f"http://{address}{MODEL_INFER}", body, duration_s, options)
                 after_s = server.cpu_s()
                 # h2load looks at HTTP's status alone, which is 200 also for a call that failed.
                 if server.name == "ours" and _answered(server) - answered < calls:
@@ -146,21 +152,17 @@ def _measure(
             servers.reverse()  # a drift during a turn favours none
 
 
-async def _checked_message(address: str, model: str, request: PreparedRequest) -> bytes:
+async def _checked_message(address: str, request: PreparedRequest) -> bytes:
     """The message of a call, as it is written to a stream, once our service answered it right."""
-    connection = GrpcConnection(address, model=model, timeout_ms=None)
     try:
-        message = connection.prepare(request)
-        reply, _ = await connection.exchange(message)
-        if isinstance(reply, str):
-            raise LoadFailed(f"our service answers {reply}")
-        verdict, _ = connection.examine(reply, request)
-        if verdict.error or verdict.wrong_labels:
-            raise LoadFailed(f"our service answers wrongly: {verdict.error or 'the label'}")
-    finally:
-        await connection.close()
-    content: bytes = message.SerializeToString()
-    return b"\0" + len(content).to_bytes(4, "big") + content
+        async with grpc.aio.insecure_channel(address) as channel:
+            answer = await channel.unary_unary(MODEL_INFER)(request.body, timeout=30)
+    except grpc.aio.AioRpcError as exc:
+        raise LoadFailed(f"our service answers {exc.code().name}: {exc.details()}") from exc
+    verdict, _ = judge_message(answer, request)
+    if verdict.error or verdict.wrong_labels:
+        raise LoadFailed(f"our service answers wrongly: {verdict.error or 'the label'}")
+    return b"\0" + len(request.body).to_bytes(4, "big") + request.body
 
 
 def _answered(server: Server) -> int:

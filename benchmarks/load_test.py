@@ -1,476 +1,499 @@
-"""`make load-test`: load a running service with real digits, check every answer.
+"""Load a running service with digits, check every answer, and report the latency.
 
-The labels are compared with those that the same weight file predicts here, on ONNX Runtime: a label
-that differs is wrong, whatever the digit shows. Exit code: 0 when every target is reached (without
-any: no errors) and no label is wrong, 1 otherwise, 2 when nothing was sent, 130 after Ctrl-C.
+Closed loop: each connection sends its next request after the answer to the previous one. Open loop:
+requests are due at times that do not depend on the service, and latency counts from the due time.
+So a service that stalls delays every request that was due meanwhile, and the percentiles show it
+(no coordinated omission). Latencies are those of good answers: errors are fast, and would make a
+failing service look fast. The client measures itself, and the report says if it is the limit.
 
-The client takes its CPU time from a service on the same machine. The report says how much, and
-whether the client is the limit.
+Labels are compared with those that the same weight file predicts here, on ONNX Runtime. Exit code:
+0 when all targets are reached and no label is wrong, 1 otherwise, 2 when nothing was sent, 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
+import itertools
 import json
 import math
-import os
-import statistics
+import multiprocessing
+import random
+import re
+import selectors
+import signal
 import sys
-import tempfile
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from array import array
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, get_args
-from urllib.parse import urlsplit
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias, get_args
+from urllib.parse import quote, urlsplit
 
-if not __package__:
-    # When the file is run by its path, Python looks in this folder first, and would import its
-    # http.py instead of the standard library's.
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+import grpc
+import httptools
+import numpy as np
 
-from benchmarks.command import (
-    arguments_of,
-    missing_library,
-    non_negative_float,
-    positive_float,
-    positive_int,
-    provenance,
-    url,
-)
-from benchmarks.digits import Format, PreparedRequest, prepare_requests, read_digits
-from benchmarks.load import MAX_CONNECTIONS, Load, Progress, Stage, send_from_processes
-from benchmarks.load_report import (
-    COLUMNS,
-    Check,
-    ErrorLimit,
-    Summary,
-    check,
-    draw,
-    duration_ms,
-    error_limit,
-    summarise_stages,
-    table,
-)
-from benchmarks.timing import percentile
-from benchmarks.wrk import WrkFailed, find_wrk, run_wrk, write_script
-from lenet.errors import LeNetError
-from lenet.weightfile import WeightFile
-from trainer.errors import TrainerError
+from benchmarks import command, digits
+from benchmarks.digits import PreparedRequest, Verdict
+from benchmarks.servers import find_service
+from benchmarks.timing import PERCENTILES, distribution
 
-FAILED = 1
-NOT_STARTED = 2
-INTERRUPTED = 130
+TIMEOUT_S = 35.0
+"""Timeout for a hung service; the service itself gives up after 30 s."""
+WRONG_LABEL = "wrong label"
+"""Kind of error: a well-formed answer with another label than the local model predicts."""
+COLUMNS = (*PERCENTILES, "max")
+SERVER_STAGES = ("decode", "queue", "compute", "encode", "total")
+ROW = ("due_in", "came_in", "latency_ms", "late_ms", "mistakes", *SERVER_STAGES)
+"""A good answer: the stages in which its request was due and it came, by index; its latency; how
+late its request was sent; labels that differ from the true ones; milliseconds in the service."""
 
-_RATE = 500.0
-_CONNECTIONS = 32
-_DURATION_S = 30.0
-_RAMP_PARTS = 10
+Answer: TypeAlias = tuple[float, Verdict, dict[str, float]]
+"""When an answer came, its check, and milliseconds by stage of the service."""
+Times: TypeAlias = Iterator[tuple[int, float]]
+"""The requests to send: the index of the stage, and when it is due."""
+Part: TypeAlias = tuple[Any, Counter[tuple[int, str]], Any]
+"""What a process measured: good answers (n, ROW), errors by stage and kind, `_usage_s` by stage."""
 
 
-class CannotStart(Exception):
-    """No request was sent; the message says why and what to do."""
+class Stage(NamedTuple):
+    """A part of the load; `level`: requests per second, or connections of a closed loop."""
+
+    level: float
+    duration_s: float
 
 
+@command.explained
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the load test; the exit code."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    _complete(parser, options)
-    try:
-        import httpx  # noqa: F401
-
-        if options.figure is not None:
-            import matplotlib  # noqa: F401 - is missed before the test, not after it
-    except ImportError as exc:
-        print(f"load test: {missing_library(exc)}", file=sys.stderr)
-        return NOT_STARTED
-    try:
-        service = find_service(options.url, options.model)
-        weights = _matching_weights(options.weights, service)
-        digits = read_digits(options.data, weights)
-        requests = prepare_requests(digits, weights, options.format, options.images)
-    except (CannotStart, LeNetError, TrainerError) as exc:
-        print(f"load test: {exc}", file=sys.stderr)
-        return NOT_STARTED
-    grpc = options.format == "grpc"
-    load = Load(
-        url=options.url,
-        mode=options.mode,
-        stages=options.stages,
-        connections=options.connections,
-        arrivals=options.arrivals,
-        seed=options.seed,
-        warm_up_s=options.warm_up,
-        timeout_ms=options.timeout_ms,
-        model=service["model"] if grpc else options.model,
-        grpc=options.grpc if grpc else None,
-    )
-    if options.wrk is not None:
-        return _compare_with_wrk(load, requests, options.processes, options.wrk)
-    progress = ProgressLine(load, options.processes, sys.stderr)
-    results = send_from_processes(load, requests, options.processes, progress.add)
-    progress.clear()
-    total, stages = summarise_stages(load, results)
-    limits_ms = {name: value for name in COLUMNS if (value := vars(options)[name]) is not None}
-    checks = check(total, limits_ms, options.errors)
-    title = _title(options, service, len(digits.images), digits.source)
-    print(table(total, stages, title))
-    for one in checks:
-        print(f"{'met   ' if one.met else 'MISSED'}  {one.text}")
-    if options.json is not None:
-        write_json(options.json, options, service, total, stages, checks)
+    options = parse(arguments)
     if options.figure is not None:
-        draw(stages, options.mode, title, options.figure)
-    if total.interrupted:
-        return INTERRUPTED
-    return 0 if all(one.met for one in checks) else FAILED
+        import matplotlib  # noqa: F401 - is missed before the test, not after it
+    service, weights = find_service(options.url, options.model, options.weights)
+    labelled = digits.read_digits(options.data, weights)
+    requests = digits.prepare_requests(labelled, weights, options.format, options.images)
+    parts, interrupted = send(options, requests)
+    total, *stages = summarise(options, parts)
+    checks = [*check(total, options), ("nothing interrupted the test", not interrupted)]
+    passed = all(met for _, met in checks)
+    title = (
+        f"{options.grpc if options.format == 'grpc' else options.url}: {service['name']} version "
+        f"{service['version']} on {service['device']}\n{options.mode} loop, connections: "
+        f"{options.connections}, processes: {options.processes}, {options.images} x "
+        f"{options.format} per request\n{len(labelled.images):,} digits: {labelled.source}"
+    )
+    print(f"{title}\n\n{table(total, stages)}")
+    print("\n".join(f"{'met   ' if met else 'MISSED'}  {text}" for text, met in checks))
+    if options.json is not None:
+        document = {
+            **command.provenance(["lenet-serve", "httptools", "grpcio", "numpy", "onnxruntime"]),
+            "arguments": command.arguments_of(options),
+            "service": service,
+            "passed": passed,
+            "checks": [{"text": text, "met": met} for text, met in checks],
+            "results": total,
+            "stages": stages,
+        }
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if options.figure is not None:
+        draw(stages, title, options.figure)
+    return 130 if interrupted else 0 if passed else 1
 
 
-def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Fill in what depends on other options, and report contradictions."""
-    if options.stages and (options.rate or options.duration):
-        parser.error("--stages: has rates and durations of its own: leave out --rate, --duration")
-    if options.mode is None:
-        options.mode = "open" if options.rate or options.stages else "closed"
-    if options.mode == "closed":
-        if options.rate:
-            parser.error("--rate: only an open loop has one: leave out --mode closed")
-        if options.stages:
-            if options.connections:
-                parser.error("--connections: the --stages of a closed loop say how many")
-            options.connections = math.ceil(max(max(s.start, s.end) for s in options.stages))
-    options.connections = options.connections or _CONNECTIONS
-    if not options.stages:
-        options.rate = options.rate or _RATE
-        level = options.rate if options.mode == "open" else options.connections
-        options.stages = [Stage(level, level, options.duration or _DURATION_S)]
-    else:
-        options.stages = [part for stage in options.stages for part in _parts(stage)]
-    if options.figure is not None and len(options.stages) == 1:
-        parser.error("--figure: needs several loads: use --stages")
-    if options.wrk is not None and (options.mode, len(options.stages)) != ("closed", 1):
-        parser.error("--wrk: wrk sends a closed loop of one stage: leave out --rate and --stages")
-    if options.wrk is not None and options.format == "grpc":
-        parser.error("--wrk: wrk sends no gRPC: choose another --format")
-    host = urlsplit(options.url).hostname or ""
-    options.grpc = options.grpc or f"{host}:8001"
-    options.processes = options.processes or min(spare_cores(host), options.connections)
-    each = options.connections / options.processes
-    if not 1 <= each <= MAX_CONNECTIONS:
-        parser.error(f"--connections: {each:g} per process, expected 1 to {MAX_CONNECTIONS}")
+class HttpConnection:
+    """POST /predict over one kept HTTP/1.1 connection; nothing is retried.
 
-
-def spare_cores(host: str) -> int:
-    """The cores that a client here may use: all but one for a service on the same machine."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        cores = os.cpu_count() or 1
-    return max(1, cores - (host in ("localhost", "127.0.0.1", "::1")))
-
-
-def stage(text: str) -> Stage:
-    """A stage from its notation on the command line, LOAD:SECONDS or FROM-TO:SECONDS."""
-    levels, _, seconds = text.partition(":")
-    start, _, end = levels.partition("-")
-    try:
-        return Stage(positive_float(start), positive_float(end or start), positive_float(seconds))
-    except (ValueError, argparse.ArgumentTypeError) as exc:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}, expected LOAD:SECONDS or FROM-TO:SECONDS, as in 100:5 100-1000:20"
-        ) from exc
-
-
-def _parts(stage: Stage) -> Iterator[Stage]:
-    """The parts in which a stage is reported: itself, or ten of a ramp."""
-    count = 1 if stage.start == stage.end else _RAMP_PARTS
-    part_s = stage.duration_s / count
-    for index in range(count):
-        yield Stage(stage.at(index * part_s), stage.at((index + 1) * part_s), part_s)
-
-
-class ProgressLine:
-    """One line on a terminal that is overwritten twice a second; nothing on other files."""
-
-    def __init__(self, load: Load, processes: int, file: TextIO) -> None:
-        self._file, self._shown = file, file.isatty()
-        self._processes, self._reports = processes, 0
-        self._warm_up_s = load.warm_up_s
-        self._total_s = sum(stage.duration_s for stage in load.stages)
-        self._from_s = 0.0
-        self._latencies_s = array("d")
-        self._errors = 0
-
-    def add(self, progress: Progress) -> None:
-        """Count what a process received; shown when all have reported, as of the last time."""
-        if not self._shown:
-            return
-        self._latencies_s.extend(progress.latencies_s)
-        self._errors += progress.errors
-        self._reports += 1
-        passed_s = progress.at_s - self._from_s
-        if self._reports < self._processes or passed_s < 0.25:  # short at the end of a stage
-            return
-        self._reports = 0
-        at_s = progress.at_s - self._warm_up_s
-        where = "warm-up" if at_s <= 0 else f"{at_s:.0f} of {self._total_s:g} s"
-        text = f"{where}: {len(self._latencies_s) / passed_s:,.0f} requests/s"
-        if self._latencies_s:
-            p50, p99 = (1e3 * percentile(self._latencies_s, p) for p in (50, 99))
-            text += f", p50 {p50:,.2f} ms, p99 {p99:,.2f} ms"
-        self._write(f"{text}; {self._errors:,} errors")
-        self._from_s, self._latencies_s = progress.at_s, array("d")
-
-    def clear(self) -> None:
-        """Remove the line."""
-        if self._shown:
-            self._write("")
-
-    def _write(self, text: str) -> None:
-        print(f"\r\x1b[K{text}", end="", file=self._file, flush=True)
-
-
-def find_service(url: str, model: str | None) -> dict[str, Any]:
-    """The model that the service at `url` uses: name, version, sha256, device.
-
-    Raises:
-        CannotStart: nothing answers there, it is not ready, or it does not serve `model`.
+    httpx takes 1,000 us of CPU time a request where this takes 45, and would be the limit
+    (32 connections; two Xeon cores, 2026-11-26).
     """
-    import httpx
 
-    try:
-        with httpx.Client(base_url=url, timeout=10, trust_env=False) as client:
-            ready = client.get("/readyz").status_code
-            info = client.get("/info").raise_for_status().json()
-        models = {one["name"]: one for one in info["models"]}
-        wanted = model or info["default_model"]
-        if ready != 200:
-            raise CannotStart(f"{url} is not ready (/readyz answers {ready}): try again later")
-        if wanted not in models:
-            raise CannotStart(f"{url} serves {', '.join(models)}, not {wanted!r}: change --model")
-        about = {key: models[wanted][key] for key in ("version", "sha256", "device")}
-        return {"model": wanted, **about}
-    except httpx.ConnectError as exc:
-        raise CannotStart(
-            f"nothing answers at {url} ({exc}): start the service with `make serve` in another "
-            "terminal, or name its address with --url"
-        ) from exc
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as exc:
-        raise CannotStart(
-            f"the server at {url} is not lenet-serve ({type(exc).__name__}: {exc}): name the "
-            "service's address with --url"
-        ) from exc
+    def __init__(self, options: Namespace) -> None:
+        self._url = urlsplit(options.url)
+        self._query = f"?model={quote(options.model)}" if options.model else ""
+        self._fields, self._timeout_s = f"Host: {self._url.netloc}\r\n", TIMEOUT_S
+        if options.timeout_ms:  # the service reports its own timeouts
+            self._fields += f"X-Request-Timeout-Ms: {options.timeout_ms}\r\n"
+            self._timeout_s = options.timeout_ms / 1e3 + 5
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-
-def _matching_weights(path: Path | None, service: dict[str, Any]) -> WeightFile:
-    if path is None:
-        path = Path("weights") / service["model"] / f"{service['version']}.safetensors"
-    weights = WeightFile.read(path)
-    if weights.digest() != service["sha256"]:
-        raise CannotStart(
-            f"{path} has sha256 {weights.digest()[:12]}, but version {service['version']} of the "
-            f"service's {service['model']} has {service['sha256'][:12]}: name the service's file "
-            "with --weights"
+    async def send(self, request: PreparedRequest) -> Answer:
+        """Send a request and check its answer; connects first where that is needed."""
+        head = (
+            f"POST {self._url.path}/predict{self._query} HTTP/1.1\r\n{self._fields}Content-Type: "
+            f"{request.content_type}\r\nContent-Length: {len(request.body)}\r\n\r\n"
         )
-    return weights
+        body, fields, keeps = bytearray(), dict[bytes, bytes](), list[bool]()
+        calls = SimpleNamespace(
+            on_header=lambda name, value: fields.update({name.lower(): value}),
+            on_body=body.extend,
+            on_message_complete=lambda: keeps.append(parser.should_keep_alive()),
+        )
+        parser = httptools.HttpResponseParser(calls)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if self._streams is None or self._streams[0].at_eof():
+                    self._streams = await asyncio.open_connection(
+                        self._url.hostname, self._url.port, ssl=self._url.scheme == "https" or None
+                    )
+                reader, writer = self._streams
+                writer.write(head.encode() + request.body)
+                while not keeps:
+                    if not (data := await reader.read(1 << 16)):
+                        raise EOFError
+                    parser.feed_data(data)
+        except (OSError, EOFError, httptools.HttpParserError) as exc:
+            await self.close()
+            return time.perf_counter(), Verdict(type(exc).__name__), {}
+        received_s, status = time.perf_counter(), parser.get_status_code()
+        if not keeps[0]:
+            await self.close()
+        if status != 200:
+            return received_s, Verdict(digits.error_kind(status, bytes(body))), {}
+        times = re.findall(rb"(\w+);dur=([\d.]+)", fields.get(b"server-timing", b""))
+        server_ms = {name.decode(): float(ms) for name, ms in times}
+        return received_s, digits.judge(bytes(body), request), server_ms
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
 
 
-def _compare_with_wrk(
-    load: Load, requests: Sequence[PreparedRequest], processes: int, rounds: int
-) -> int:
-    """Send the same load from here and with wrk in turns, and print both; the exit code."""
-    (stage,) = load.stages
-    seconds = math.ceil(stage.duration_s)
-    load = replace(load, stages=(replace(stage, duration_s=seconds),))
-    path = f"/predict?model={load.model}" if load.model else "/predict"
-    rows = []
-    print(
-        f"{'':<11}{'requests/s':>22}{'p50 in ms':>16}\n{'':<11}{'here':>12}{'wrk':>10}"
-        f"{'here':>8}{'wrk':>8}   ratios"
-    )
+class GrpcConnection:
+    """ModelInfer over one connection, with raw tensors; nothing is retried."""
+
+    def __init__(self, options: Namespace) -> None:
+        own = (("grpc.use_local_subchannel_pool", 1),)  # else channels share a connection
+        self._channel = grpc.aio.insecure_channel(options.grpc, options=own)
+        self._infer = self._channel.unary_unary(digits.MODEL_INFER)
+        self._timeout_s = options.timeout_ms / 1e3 if options.timeout_ms else TIMEOUT_S
+
+    async def send(self, request: PreparedRequest) -> Answer:
+        """Send a request and check its answer."""
+        try:
+            answer = await self._infer(request.body, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            code = dict(exc.trailing_metadata() or ()).get("lenet-error-code", "")
+            return time.perf_counter(), Verdict(f"{exc.code().name} {code}".strip()), {}
+        return time.perf_counter(), *digits.judge_message(answer, request)
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+
+def due_times(stages: Sequence[Stage], start_s: float, arrivals: str, seed: int) -> Times:
+    """The requests of an open loop that starts at `start_s`."""
+    generator = random.Random(seed)
+    for index, (rate, duration_s) in enumerate(stages):
+        if arrivals == "constant":
+            count = math.ceil(rate * duration_s - 1e-6)
+            yield from ((index, start_s + number / rate) for number in range(count))
+        else:
+            due_s = start_s + generator.expovariate(rate)
+            while due_s < start_s + duration_s:
+                yield index, due_s
+                due_s += generator.expovariate(rate)
+        start_s += duration_s
+
+
+def closed_times(stages: Sequence[Stage], start_s: float, connection: int) -> Times:
+    """The requests of one connection, from 0, of a closed loop: each is due when it is taken."""
+    for index, (level, duration_s) in enumerate(stages):
+        end_s = start_s + duration_s
+        while connection < level and (now_s := time.perf_counter()) < end_s:
+            yield index, max(now_s, start_s)
+        start_s = end_s
+
+
+async def _send_part(options: Namespace, requests: Sequence[PreparedRequest], process: int) -> Part:
+    kind = GrpcConnection if options.format == "grpc" else HttpConnection
+    numbers = range(process, options.connections, options.processes)
+    connections = [kind(options) for _ in numbers]
+    # Each process starts at another digit, so that no two send the same one at a time.
+    first = process * len(requests) // options.processes
+    endless = itertools.cycle([*requests[first:], *requests[:first]])
+    rows, errors = array("d"), Counter[tuple[int, str]]()
+
+    async def use(connection: Any, times: Times) -> None:
+        for due_in, due_s in times:
+            # A request that waited for a connection is taken after its due time.
+            taken_s = max(due_s, time.perf_counter())
+            if (left_s := taken_s - time.perf_counter()) > 0:
+                await asyncio.sleep(left_s)
+            late_ms = 1e3 * (time.perf_counter() - taken_s)
+            came_s, verdict, server_ms = await connection.send(next(endless))
+            error = verdict.error or (WRONG_LABEL if verdict.wrong_labels else "")
+            shared.counts[2 * process + bool(error)] += 1
+            if error:
+                errors[due_in, error] += 1
+                continue
+            latency_ms, came_in = 1e3 * (came_s - due_s), bisect_right(ends_s, came_s)
+            rows.extend((due_in, came_in, latency_ms, late_ms, verdict.mistakes))
+            rows.extend(server_ms.get(name, math.nan) for name in SERVER_STAGES)
+
+    shared.ready.wait(60)
+    start_s = time.perf_counter()
+    ends_s = list(itertools.accumulate((s for _, s in options.stages), initial=start_s))[1:]
+    # Every `processes`-th of the same times: together, the processes send each request once.
+    every = due_times(options.stages, start_s, options.arrivals, options.seed)
+    times = [itertools.islice(every, process, None, options.processes)] * len(numbers)
+    if options.mode == "closed":
+        times = [closed_times(options.stages, start_s, number) for number in numbers]
+    sending = asyncio.gather(*map(use, connections, times))
+    usage = [_usage_s(start_s)]
+    for end_s in ends_s:
+        # Another process ends the test, which no event of asyncio shows: noqa.
+        while not shared.stop.value and (left_s := end_s - time.perf_counter()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(min(left_s, 0.1))
+        usage.append(_usage_s(end_s))
+    while not sending.done() and not shared.stop.value:
+        await asyncio.wait([sending], timeout=0.1)
+    sending.cancel()
+    with suppress(asyncio.CancelledError):
+        await sending
+    for connection in connections:
+        await connection.close()
+    return np.array(rows).reshape(-1, len(ROW)), errors, np.diff(usage, axis=0)
+
+
+def _usage_s(end_s: float) -> tuple[float, float, float]:
+    """Time until `end_s`, CPU time of this process, time in which this thread needed a core."""
+    waited_ns = "0"
+    with suppress(OSError):  # outside Linux
+        waited_ns = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]
+    needed_s = time.thread_time() + int(waited_ns) / 1e9
+    return min(time.perf_counter(), end_s), time.process_time(), needed_s
+
+
+shared = SimpleNamespace(ready=None, stop=None, counts=None)
+"""Memory of all processes: a barrier, whether to stop, and good answers and errors of each."""
+
+
+def _share(*memory: Any) -> None:
+    shared.ready, shared.stop, shared.counts = memory
+
+
+def send_part(options: Namespace, requests: Sequence[PreparedRequest], process: int) -> Part:
+    """Send the part of one process, once all are ready."""
+    # epoll rounds waits up to a millisecond, and would delay each request of an open loop by half a
+    # millisecond; select does not round.
+    factory = partial(asyncio.SelectorEventLoop, selectors.SelectSelector())
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(_send_part(options, requests, process))
+
+
+def send(options: Namespace, requests: Sequence[PreparedRequest]) -> tuple[list[Part], bool]:
+    """Send the load from processes that start together; True if SIGINT ended it early."""
+    count, spawn = options.processes, multiprocessing.get_context("spawn")
+    ready, stop = spawn.Barrier(count), spawn.RawValue("b")
+    counts = spawn.RawArray("Q", 2 * count)
+    # The processes inherit this: Ctrl-C reaches all of them, and only this one acts on it.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        wrk = find_wrk()
-        with tempfile.TemporaryDirectory() as folder:
-            bodies = [request.body for request in requests]
-            script = write_script(Path(folder), path, requests[0].content_type, bodies)
-            for number in range(rounds):
-                theirs = run_wrk(wrk, script, load.url, load.connections, seconds)
-                ours, _ = summarise_stages(load, send_from_processes(load, requests, processes))
-                if ours.errors or ours.interrupted:
-                    print(f"load test: errors {ours.errors}", file=sys.stderr)
-                    return INTERRUPTED if ours.interrupted else FAILED
-                pairs = (
-                    (ours.requests_per_s, theirs.requests_per_s),
-                    (ours.latency_ms["p50"], theirs.p50_ms),
-                )
-                rows.append([*pairs[0], *pairs[1], *(mine / other for mine, other in pairs)])
-                print(_wrk_row(f"round {number + 1}", rows[-1]), flush=True)
-    except WrkFailed as exc:
-        print(f"load test: {exc}", file=sys.stderr)
-        return NOT_STARTED
-    print(_wrk_row("medians", [statistics.median(column) for column in zip(*rows, strict=True)]))
-    return 0
+        with ProcessPoolExecutor(count, spawn, _share, (ready, stop, counts)) as pool:
+            parts = [pool.submit(send_part, options, requests, one) for one in range(count)]
+            signal.signal(signal.SIGINT, lambda *_: setattr(stop, "value", 1))
+            while wait(parts, timeout=0.5).not_done:
+                if sys.stderr.isatty():
+                    text = f"{sum(counts[::2]):,} good answers, {sum(counts[1::2]):,} errors"
+                    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            print("\r\x1b[K" * sys.stderr.isatty(), end="", file=sys.stderr)
+            return [part.result() for part in parts], bool(stop.value)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _wrk_row(name: str, row: Sequence[float]) -> str:
-    rate, their_rate, p50, their_p50, *ratios = row
-    return (
-        f"{name:<11}{rate:>12,.0f}{their_rate:>10,.0f}{p50:>8,.2f}{their_p50:>8,.2f}   "
-        f"{' '.join(f'{ratio:.2f}' for ratio in ratios)}"
+def summarise(options: Namespace, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """The numbers of the whole test, then of each stage that was begun, as written to JSON.
+
+    `requests_per_s`: good answers that came while the stage ran. `accuracy`: share of true labels.
+    `client_cores`: used by all processes. `client_busy`: share of the time in which the busiest
+    event loop ran on a core or waited for one.
+    """
+    rows = np.concatenate([part[0] for part in parts])
+    errors = sum((part[1] for part in parts), Counter[tuple[int, str]]())
+    usage_s = np.array([part[2] for part in parts])
+    unit = "per second" if options.mode == "open" else "connections"
+
+    def numbers(*chosen: int) -> dict[str, Any]:
+        levels = [options.stages[index].level for index in chosen]
+        elapsed_s, _, busy_s = usage_s[:, chosen].sum(axis=1).max(axis=0).tolist()
+        due = dict(zip(ROW, rows[np.isin(rows[:, 0], chosen)].T, strict=True))
+        answered, images = len(due["mistakes"]), len(due["mistakes"]) * options.images
+        rate = float(np.isin(rows[:, 1], chosen).sum()) / elapsed_s
+        failed = Counter[str]()
+        for (index, error), count in errors.items():
+            failed[error] += count * (index in chosen)
+        server = {one: distribution(due[one][due[one] >= 0]) for one in SERVER_STAGES}
+        late_ms = distribution(due["late_ms"])
+        return {
+            "load": f"{levels[0]:.6g} {unit}" if len(levels) == 1 else "all",
+            "offered": float(np.mean(levels)),
+            "elapsed_s": elapsed_s,
+            "requests": answered + failed.total(),
+            "requests_per_s": rate,
+            "images_per_s": rate * options.images,
+            "errors": dict((+failed).most_common()),
+            "accuracy": float(images - due["mistakes"].sum()) / (images or 1),
+            "latency_ms": distribution(due["latency_ms"]),
+            "server_ms": {one: found for one, found in server.items() if found},
+            "sent_late_ms": late_ms,
+            "client_busy": busy_s / elapsed_s,
+            "client_cores": float(usage_s[:, chosen, 1].sum()) / elapsed_s,
+            "client_limited": busy_s > 0.9 * elapsed_s or late_ms.get("p99", 0) > 10,
+        }
+
+    begun = [n for n in range(1, len(options.stages)) if usage_s[0, n, 0] > 1e-3] or [1]
+    return [numbers(*begun), *map(numbers, begun)]
+
+
+def check(total: dict[str, Any], options: Namespace) -> list[tuple[str, bool]]:
+    """Each target, and the rule that no label may be wrong: its text, and whether it is met."""
+    wrong = total["errors"].get(WRONG_LABEL, 0)
+    count, failed = total["requests"], sum(total["errors"].values()) - wrong
+    limit, percent = options.errors
+    most = limit * count / 100 if percent else limit
+    checks = [
+        (f"answers with wrong labels: {wrong:,}, allowed none", not wrong),
+        (f"errors: {failed:,} of {count:,}, allowed {limit:g}{percent}", failed <= most),
+        (f"good answers: {count - failed - wrong:,}", bool(total["latency_ms"])),
+    ]
+    for name, found_ms in total["latency_ms"].items():
+        if limit_ms := vars(options).get(name):
+            text = f"{name}: {found_ms:,.2f} ms, allowed {limit_ms:,.2f} ms"
+            checks.append((text, found_ms <= limit_ms))
+    return checks
+
+
+def table(total: dict[str, Any], stages: Sequence[dict[str, Any]]) -> str:
+    """A line for each stage, the service's part, and what else a reader must know."""
+
+    def row(name: str, *cells: str, found: dict[str, float], client: str = "") -> str:
+        times = [f"{found[one]:,.2f}" if found else "-" for one in COLUMNS]
+        return f"{name:<19}{''.join(f'{cell:>10}' for cell in (*cells, *times, client))}".rstrip()
+
+    heads = "".join(f"{head:>10}" for head in ("requests/s", "errors", *COLUMNS, "client"))
+    lines = [f"{'latency in ms':<19}{heads}"]
+    for one in (*stages, total) if len(stages) > 1 else (total,):
+        rate, errors = f"{one['requests_per_s']:,.1f}", f"{sum(one['errors'].values()):,}"
+        busy = f"{one['client_busy']:.0%}{'*' * one['client_limited']}"
+        lines.append(row(one["load"], rate, errors, found=one["latency_ms"], client=busy))
+    lines += [row(f"  service: {one}", "", "", found=ms) for one, ms in total["server_ms"].items()]
+    late_ms = total["sent_late_ms"].get("p99", 0.0)
+    lines += [
+        f"\n{total['requests']:,} requests in {total['elapsed_s']:.1f} s, "
+        f"{total['images_per_s']:,.1f} images/s, accuracy {total['accuracy']:.3%}",
+        *(f"error: {count:,} x {kind}" for kind, count in total["errors"].items()),
+        f"The client used {total['client_cores']:.2f} cores; its busiest event loop ran or waited "
+        f"for a core {total['client_busy']:.0%} of the time; p99 of its delays: {late_ms:.2f} ms",
+    ]
+    if any(one["client_limited"] for one in stages):
+        lines.append("* The client is the limit: raise --processes if cores are free, or --images")
+    return "\n".join(lines)
+
+
+def draw(stages: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Draw the latency of each stage over its load."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained", dpi=120)
+    axes = figure.subplots()
+    offered = [one["offered"] for one in stages]
+    for name in COLUMNS:
+        ms = [one["latency_ms"].get(name, math.nan) for one in stages]
+        axes.plot(offered, ms, marker="o", markersize=4, label=name)
+    ms = [one["latency_ms"].get("p50") if one["client_limited"] else math.nan for one in stages]
+    axes.plot(offered, ms, "kx", label="p50, the client is the limit")
+    axes.set(
+        xlabel="requests/s or connections", ylabel="latency (ms)", yscale="log", xlim=(0, None)
     )
+    axes.set_title(title, fontsize="small")
+    axes.grid(color="#DDDDDD", linewidth=0.6, which="both")
+    axes.legend(frameon=False)
+    command.save_picture(figure, path)
 
 
-def write_json(
-    path: Path,
-    options: argparse.Namespace,
-    service: dict[str, Any],
-    total: Summary,
-    stages: Sequence[Summary],
-    checks: Sequence[Check],
-) -> None:
-    """Write the results with the command line, versions and machine."""
-    document = {
-        **provenance(["lenet-serve", "httpx", "grpcio", "numpy", "onnxruntime"]),
-        "arguments": {
-            **arguments_of(options),
-            "stages": [asdict(stage) for stage in options.stages],
-        },
-        "service": service,
-        "passed": all(one.met for one in checks) and not total.interrupted,
-        "checks": [asdict(one) for one in checks],
-        "results": asdict(total),
-        "stages": [asdict(one) for one in stages],
-    }
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+def ramp(text: str) -> list[Stage]:
+    """Stages from LOAD:SECONDS, or ten equal ones from FROM-TO:SECONDS."""
+    levels, _, seconds = text.partition(":")
+    start, dash, end = levels.partition("-")
+    try:
+        first, last = command.positive_float(start), command.positive_float(end if dash else start)
+        duration_s, count = command.positive_float(seconds), 10 if dash else 1
+    except ValueError as exc:
+        raise ArgumentTypeError(f"{text!r}, expected 100:5 or 100-1000:20") from exc
+    return [Stage(level, duration_s / count) for level in np.linspace(first, last, count).tolist()]
 
 
-def _title(options: argparse.Namespace, service: dict[str, Any], digits: int, source: str) -> str:
-    connections = f"{options.connections} connection{'s' * (options.connections > 1)}"
-    seconds = sum(stage.duration_s for stage in options.stages)
-    load = f"closed loop, {connections}"
-    if options.mode == "open":
-        rates = sorted({rate for stage in options.stages for rate in (stage.start, stage.end)})
-        rate = f"{rates[0]:g}" + (f" to {rates[-1]:g}" if len(rates) > 1 else "")
-        load = f"open loop, {rate} requests/s ({options.arrivals}) on up to {connections}"
-    processes = f" from {options.processes} processes" if options.processes > 1 else ""
-    target = options.grpc if options.format == "grpc" else options.url
-    return (
-        f"{target}: {service['model']} version {service['version']} on {service['device']}\n"
-        f"{load}{processes}, {seconds:g} s; {options.images} x {options.format} per request\n"
-        f"{digits:,} digits: {source}"
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="load_test.py",
-        description="Load a running service with digits and check every answer.",
-    )
-    add = parser.add_argument
-    add(
-        "--url",
-        default="http://127.0.0.1:8000",
-        type=url,
-        help="address of the service (default: %(default)s)",
-    )
+def parse(arguments: Sequence[str] | None) -> Namespace:
+    """The command line, completed by what depends on other options."""
+    parser = ArgumentParser("python -m benchmarks.load_test", description=__doc__)
+    parser.formatter_class = RawDescriptionHelpFormatter
+    add, default = parser.add_argument, "(default: %(default)s)"
+    count, number = command.positive_int, command.positive_float
+    add("--url", default="http://127.0.0.1:8000", type=command.url, help=f"service {default}")
     add("--grpc", metavar="HOST:PORT", help="for --format grpc (default: port 8001 of --url)")
-    add(
-        "--format",
-        default="json",
-        choices=get_args(Format),
-        help="of the request: a body for POST /predict, or a gRPC call (default: %(default)s)",
-    )
-    add("--images", default=1, type=positive_int, help="per request (default: %(default)s)")
-    add("--model", help="model to request instead of the service's default")
-    add("--timeout-ms", type=positive_int, help="deadline of a request, sent to the service")
+    add("--format", default="json", choices=get_args(digits.Format), help=f"of requests {default}")
+    add("--images", default=1, type=count, help=f"per request {default}")
+    add("--model", help="to request instead of the service's default")
+    add("--timeout-ms", type=count, help="deadline of a request, sent to the service")
     add("--data", type=Path, help="folder of MNIST, instead of the weight file's ten images")
     add("--weights", type=Path, help="the served file, if it is not in weights/")
-
-    load = parser.add_argument_group("load")
-    add = load.add_argument
-    add(
-        "--mode",
-        choices=("closed", "open"),
-        help="closed: each connection sends its next request after the previous answer; open: "
-        "requests are sent at --rate, however fast the service is, and latency counts from the "
-        "intended time (default: open with --rate or --stages, else closed)",
-    )
-    add(
-        "--connections",
-        type=positive_int,
-        help=f"maximum number at a time (default: {_CONNECTIONS})",
-    )
-    add(
-        "--rate",
-        type=positive_float,
-        help=f"requests per second of an open loop (default: {_RATE:g})",
-    )
-    add(
-        "--arrivals",
-        default="poisson",
-        choices=("poisson", "constant"),
-        help="of an open loop: at random or evenly spaced times (default: %(default)s)",
-    )
-    add("--duration", type=positive_float, help=f"seconds (default: {_DURATION_S:g})")
-    add(
-        "--stages",
-        nargs="+",
-        type=stage,
-        metavar="LOAD:SECONDS",
-        help="instead of --rate and --duration: loads in sequence, each reported by itself. "
-        "FROM-TO:SECONDS is a ramp, reported in ten parts. LOAD is requests per second, or "
-        "connections with --mode closed. Example: 100:5 100-1000:20",
-    )
-    add(
-        "--warm-up",
-        default=2.0,
-        type=non_negative_float,
-        metavar="SECONDS",
-        help="of load before the test, not reported (default: %(default)g)",
-    )
-    add(
-        "--processes",
-        type=positive_int,
-        help="that send the load (default: one for each core, except one core for a service on "
-        "this machine)",
-    )
-    add("--seed", default=1, type=int, help="of random times (default: %(default)s)")
-
-    targets = parser.add_argument_group(
-        "targets", "for all stages together; a missed one ends with exit code 1"
-    )
-    add = targets.add_argument
+    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    add("--figure", type=Path, metavar="FILE", help="draw latency over load, as PNG, SVG or PDF")
+    add = parser.add_argument_group("load").add_argument
+    text = "as described above (default: open with --rate or --stages, else closed)"
+    add("--mode", choices=("closed", "open"), help=text)
+    add("--connections", type=count, help="maximum number at a time (default: 32)")
+    add("--rate", type=number, help="requests per second of an open loop (default: 500)")
+    add("--arrivals", default="poisson", choices=("poisson", "constant"), help=default)
+    add("--seed", default=1, type=int, help=f"of random times {default}")
+    add("--duration", type=number, help="seconds (default: 30)")
+    text = "loads in sequence, requests per second or connections; FROM-TO:SECONDS: ten equal steps"
+    add("--stages", nargs="+", type=ramp, metavar="LOAD:SECONDS", help=text)
+    text = f"seconds of load before the test, not reported {default}"
+    add("--warm-up", default=2.0, type=command.non_negative_float, help=text)
+    text = "that send (default: one for each core; one less for a service on this machine)"
+    add("--processes", type=count, help=text)
+    add = parser.add_argument_group("targets, for all stages together").add_argument
     for name in COLUMNS:
-        add(
-            f"--{name}",
-            dest=name,
-            type=duration_ms,
-            metavar="TIME",
-            help=f"most that the {name} latency may be, such as 5ms",
-        )
-    add(
-        "--errors",
-        default=ErrorLimit(0, percent=False),
-        type=error_limit,
-        metavar="N",
-        help="most requests that may fail, as a number or a share such as 0.1%% (default: 0); "
-        "wrong labels always fail the test",
-    )
+        add(f"--{name}", type=command.duration_ms, metavar="TIME", help="maximum, such as 5ms")
+    text = "maximum, such as 10 or 0.1%% (default: 0); wrong labels always fail the test"
+    add("--errors", default="0", type=command.count_or_percent, help=text)
 
-    report = parser.add_argument_group("report")
-    report.add_argument(
-        "--wrk",
-        type=positive_int,
-        metavar="ROUNDS",
-        help="instead of a report, send the load from here and with wrk in turns and compare "
-        "(a closed loop over HTTP)",
-    )
-    report.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    report.add_argument(
-        "--figure", type=Path, metavar="FILE", help="draw latency over load, as PNG, SVG or PDF"
-    )
-    return parser
+    options = parser.parse_args(arguments)
+    if options.stages and (options.rate or options.duration):
+        parser.error("--stages: has rates and durations of its own: leave out --rate, --duration")
+    options.mode = options.mode or ("open" if options.rate or options.stages else "closed")
+    closed = options.mode == "closed"
+    if closed and (options.rate or (options.stages and options.connections)):
+        parser.error("--mode closed: leave out --rate, and --connections beside --stages")
+    level = float(options.connections or 32) if closed else options.rate or 500.0
+    chosen = options.stages or [[Stage(level, options.duration or 30.0)]]
+    if options.figure is not None and not options.stages:
+        parser.error("--figure: needs several loads: use --stages")
+    options.stages = [stage for part in chosen for stage in part]
+    if closed:
+        options.connections = math.ceil(max(level for level, _ in options.stages))
+    options.stages.insert(0, Stage(options.stages[0].level, options.warm_up))
+    options.connections = options.connections or 32
+    host = urlsplit(options.url).hostname or ""
+    options.grpc = options.grpc or f"{host}:8001"
+    processes = options.processes or command.spare_cores(host)
+    options.processes = min(processes, options.connections)
+    if options.connections > 900 * options.processes:  # `select` takes 1,024 file descriptors
+        parser.error("--connections: at most 900 for each of --processes")
+    return options
 
 
 if __name__ == "__main__":

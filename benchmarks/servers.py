@@ -15,8 +15,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from benchmarks.command import CannotStart
 from benchmarks.digits import BINARY, JSON, PreparedRequest, judge, judge_binary
+from lenet.weightfile import WeightFile
 
 _ROOT = Path(__file__).resolve().parents[1]
 _START_S = 60.0
@@ -208,6 +211,41 @@ def _ready(server: Server, path: str) -> bool:
         return server.get(path)[0] == 200
     except (OSError, http.client.HTTPException):
         return False
+
+
+def find_service(
+    url: str, model: str | None, path: Path | None
+) -> tuple[dict[str, Any], WeightFile]:
+    """The model of the service at `url` (name, version, sha256, device), and the same weight file.
+
+    `path`: the weight file, instead of the one in the folder `weights`.
+
+    Raises:
+        CannotStart: nothing answers there, or it serves another model or other weights.
+    """
+    import httpx
+
+    try:
+        response = httpx.get(f"{url}/info", timeout=10, trust_env=False)
+        info = response.raise_for_status().json()
+        models = {one["name"]: one for one in info["models"]}
+        name = model or info["default_model"]
+        if name not in models:
+            raise CannotStart(f"the service has {', '.join(models)}, not {name}: change --model")
+        service = {key: models[name][key] for key in ("name", "version", "sha256", "device")}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as exc:
+        raise CannotStart(
+            f"no lenet-serve answers at {url} ({type(exc).__name__}: {exc}): start it with "
+            "`make serve` in another terminal, or name its address with --url"
+        ) from exc
+    path = path or Path("weights") / name / f"{service['version']}.safetensors"
+    weights = WeightFile.read(path)
+    if weights.digest() != service["sha256"]:
+        raise CannotStart(
+            f"{path} has sha256 {weights.digest()[:12]}, but the service's {name} has "
+            f"{service['sha256'][:12]}: name its file with --weights"
+        )
+    return service, weights
 
 
 @dataclass(frozen=True, slots=True)

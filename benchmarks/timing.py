@@ -21,6 +21,8 @@ Timer: TypeAlias = Callable[[Call, int], float]
 
 ROUNDS = 9
 
+PERCENTILES = {f"p{percent:g}": percent for percent in (50.0, 90.0, 99.0, 99.9)}
+
 _WARM_UP_CALLS = 10
 _ROUND_US = 20_000.0
 _LEAST_CALLS, _MOST_CALLS = 10, 2_000
@@ -102,3 +104,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
     # Rounded: 99.9 % of 2,000 is 1998.0000000000002 in floating point.
     rank = max(1, math.ceil(round(len(values) * percent / 100, 6)))
     return float(np.partition(values, rank - 1)[rank - 1])
+
+
+def distribution(values: Sequence[float]) -> dict[str, float]:
+    """Mean, `PERCENTILES` and maximum; empty without values."""
+    if not len(values):
+        return {}
+    found = {name: percentile(values, percent) for name, percent in PERCENTILES.items()}
+    return {"mean": float(np.mean(values)), **found, "max": float(np.max(values))}

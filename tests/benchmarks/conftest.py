@@ -1,4 +1,4 @@
-"""A scripted service, in memory and on a port, and requests that it knows."""
+"""A scripted service, and requests that it knows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-import httpx
 import numpy as np
 import orjson
 import pytest
@@ -41,7 +40,6 @@ class FakeService:
         self._labels = {request.body: request.own_labels for request in requests}
         model = {"name": "lenet", "version": "1", "sha256": sha256, "device": "cpu"}
         self.info = {"default_model": "lenet", "models": [model]}
-        self.ready = 200
         self.behave: Callable[[int, Sequence[int]], tuple[int, bytes, float]] = lambda _, labels: (
             200,
             answer(labels),
@@ -52,9 +50,7 @@ class FakeService:
 
     async def __call__(self, scope, receive, send) -> None:
         status, content = 404, b"{}"
-        if scope["path"] == "/readyz":
-            status = self.ready
-        elif scope["path"] == "/info":
+        if scope["path"] == "/info":
             status, content = 200, orjson.dumps(self.info)
         elif scope["path"] == "/predict":
             body, more = b"", True
@@ -71,9 +67,6 @@ class FakeService:
         headers.append((b"content-length", str(len(content)).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
-
-    def transport(self) -> httpx.ASGITransport:
-        return httpx.ASGITransport(self)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[str]:
@@ -155,18 +148,12 @@ def digits():
 
 
 @pytest.fixture(scope="session")
-def requests(digits, weights):
-    """One image each."""
-    return prepare_requests(digits, weights, "raw", 1)
+def requests(weights):
+    """The requests that the load test sends without a folder of MNIST."""
+    golden = LabelledDigits(weights.golden.images, weights.golden.labels, "golden")
+    return prepare_requests(golden, weights, "json", 1)
 
 
 @pytest.fixture
 def service(requests, weights):
     return FakeService(requests, weights.digest())
-
-
-@pytest.fixture
-def golden_service(weights):
-    """Knows the bodies that the load test sends without a folder of MNIST."""
-    golden = LabelledDigits(weights.golden.images, weights.golden.labels, "golden")
-    return FakeService(prepare_requests(golden, weights, "json", 1), weights.digest())

@@ -1,91 +1,101 @@
 import json
-from array import array
-from collections import Counter
+import os
+import re
+import signal
 
 import pytest
 
-from benchmarks.load import Results
-from benchmarks.load_report import (
-    ErrorLimit,
-    check,
-    duration_ms,
-    error_limit,
-    summarise,
-)
 from benchmarks.load_test import main
+from benchmarks.servers import lenet_serve
+from lenet.weightfile import WeightFile
 
 
 @pytest.fixture
-def weight_file(weights, tmp_path):
-    path = tmp_path / "1.safetensors"
-    weights.write(path)
-    return path
-
-
-@pytest.fixture
-def load_test(weight_file, golden_service):
-    """`load_test(*arguments)`: the exit code of a short test of the scripted service."""
+def load_test(weights, service, tmp_path):
+    """`load_test(*arguments)`: the exit code and the JSON of a test of the scripted service."""
+    weights.write(tmp_path / "1.safetensors")
+    path = tmp_path / "results.json"
+    fixed = [f"--weights={tmp_path / '1.safetensors'}", "--warm-up=0", f"--json={path}"]
 
     def run(*arguments):
-        with golden_service.listening() as url:
-            short = ["--warm-up", "0", "--processes", "1"]
-            if "--stages" not in arguments:
-                short += ["--duration", "0.1", "--connections", "2"]
-            return main(["--url", url, "--weights", str(weight_file), *short, *arguments])
+        with service.listening() as url:
+            code = main([f"--url={url}", *fixed, "--connections=2", "--processes=1", *arguments])
+        return code, json.loads(path.read_text())
 
     return run
 
 
-def test_a_correct_service_ends_with_0_a_table_and_json(load_test, tmp_path, capsys):
-    path = tmp_path / "results.json"
-    assert load_test("--mode", "open", "--rate", "100", "--json", str(path)) == 0
-    out = capsys.readouterr().out
-    assert "lenet version 1 on cpu" in out
-    loop = "open loop, 100 requests/s (poisson) on up to 2 connections, 0.1 s"
-    assert f"{loop}; 1 x json per request" in out
-    assert "10 digits: golden images of the weight file" in out
-    assert "The client used" in out
-    document = json.loads(path.read_text())
-    assert document["arguments"]["rate"] == 100
-    assert document["versions"].keys() >= {"python", "httpx", "lenet-serve"}
-    assert document["service"]["model"] == "lenet"
-    assert document["passed"]
-    results = document["results"]
+def test_two_processes_send_each_request_of_the_stages_once(load_test, service, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    figure = tmp_path / "load.png"
+    stages = ["--stages", "100:0.3", "20-200:1", "--arrivals=constant"]
+    code, found = load_test(*stages, "--connections=4", "--processes=2", f"--figure={figure}")
+    assert code == 0
+    assert found["passed"]
+    assert len(service.scopes) == found["results"]["requests"] == 140
+    assert len({scope["client"] for scope in service.scopes}) <= 4
+    assert [one["requests"] for one in found["stages"]] == [30, *range(2, 22, 2)]
+    assert [one["load"] for one in found["stages"]][:2] == ["100 per second", "20 per second"]
+    results = found["results"]
     assert results["latency_ms"].keys() == {"mean", "p50", "p90", "p99", "p99.9", "max"}
-    assert results["server_ms"]["queue"]["p50"] == 0.5
-    assert [stage["load"] for stage in document["stages"]] == ["100/s"]
+    assert [ms["p50"] for ms in results["server_ms"].values()] == [0.25, 0.5, 1.0, 1.75]
+    assert results["accuracy"] == 1
+    assert results["client_busy"] > 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert "lenet version 1 on cpu" in capsys.readouterr().out
+
+
+def test_requests_that_were_due_while_the_service_stalled_are_late(load_test, service, say):
+    service.behave = lambda number, labels: (200, say(labels), 0.0 if number else 0.5)
+    load = ["--rate=20", "--arrivals=constant", "--duration=1", "--connections=1"]
+    _, found = load_test(*load)
+    assert found["results"]["requests"] == 20
+    assert found["results"]["latency_ms"]["p90"] > 390  # the third was due 0.4 s before the end
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"),
+    ("status", "shift", "arguments", "code"),
     [
-        (["--errors", "1"], 0),
-        (["--errors", "0"], 1),
-        (["--errors", "1", "--p99", "10s", "--max", "20s"], 0),
-        (["--errors", "1", "--p99.9", "1us"], 1),
+        (503, 0, ["--errors=1"], 0),
+        (503, 0, [], 1),
+        (200, 1, ["--errors=100%"], 1),
+        (200, 0, ["--p99=100s", "--max=100s"], 0),
+        (200, 0, ["--p99.9=1us"], 1),
     ],
 )
-def test_targets_decide_the_exit_code(arguments, code, load_test, golden_service, say, capsys):
-    golden_service.behave = lambda number, labels: (200 if number else 503, say(labels), 0.0)
-    assert load_test(*arguments) == code
+def test_errors_wrong_labels_and_targets_decide_the_exit_code(
+    load_test, service, say, capsys, status, shift, arguments, code
+):
+    def behave(number, labels):
+        if number:
+            return 200, say(labels), 0.0
+        return status, say([(label + shift) % 10 for label in labels]), 0.0
+
+    service.behave = behave
+    found_code, found = load_test("--duration=0.2", *arguments)
+    assert found_code == code
     assert ("MISSED" in capsys.readouterr().out) == bool(code)
+    kinds = {503: {"503": 1}}.get(status, {"wrong label": 1} if shift else {})
+    assert found["results"]["errors"] == kinds
 
 
-def measured(**fields):
-    latencies_s = array("d", [0.001 * count for count in range(1, 2001)])
-    return Results(elapsed_s=10, received=2000, images=2000, latencies_s=latencies_s, **fields)
+def test_ctrl_c_ends_a_test_with_its_results_so_far(load_test, service, say):
+    def behave(number, labels):
+        if number == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+        return 200, say(labels), 0.0
+
+    service.behave = behave
+    code, found = load_test("--duration=600")
+    assert code == 130
+    assert found["results"]["requests"] >= 9
 
 
-def test_a_test_is_compared_with_each_target():
-    total = summarise(measured(errors=Counter({"429": 3})))
-    limits_ms = {"p50": 1000.0, "p99": 1000.0}
-    met = [one.met for one in check(total, limits_ms, ErrorLimit(1, percent=True))]
-    assert met == [True, True, True, False]
-
-
-def test_limits_are_read_with_their_units():
-    assert [duration_ms(text) for text in ("800us", "5ms", "0.5s")] == [0.8, 5.0, 500.0]
-    assert error_limit("10").allows(10, 10)
-    assert not error_limit("10").allows(11, 1000)
-    assert error_limit("0.1%").allows(1, 1000)
-    assert not error_limit("0.1%").allows(1, 999)
+def test_a_service_is_loaded_over_grpc(tiny_file, capsys):
+    name = WeightFile.read(tiny_file).model.name
+    with lenet_serve(tiny_file, name, ["--device=cpu"]) as server:
+        address = re.search(r"gRPC on (\S+),", server.logged())[1]
+        target = [f"--url={server.url}", f"--grpc={address}", "--format=grpc"]
+        short = ["--warm-up=0", "--duration=1", "--connections=2", "--processes=1"]
+        assert main([*target, f"--weights={tiny_file}", *short]) == 0
+    assert "service: compute" in capsys.readouterr().out

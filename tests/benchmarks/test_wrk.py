@@ -29,7 +29,8 @@ def test_wrk_sends_every_body_with_its_headers(count, service, requests, say, tm
     script = write_script(tmp_path, "/predict", "application/octet-stream", bodies, headers)
     with service.listening() as url:
         result = run_wrk(find_wrk(), script, url, connections=4, duration_s=1, threads=2)
-    (headers,) = {frozenset(scope["headers"]) for scope in service.scopes}
+    fixed = [[one for one in s["headers"] if one[0] != b"content-length"] for s in service.scopes]
+    (headers,) = {frozenset(one) for one in fixed}
     kind = (b"content-type", b"application/octet-stream")
     assert {(b"accept", b"text/plain"), kind} < headers
     assert {scope["method"] for scope in service.scopes} == {"POST"}
