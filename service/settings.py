@@ -96,7 +96,7 @@ class Settings(BaseSettings):
     """Backend: auto takes all GPUs that --devices names, or the CPU if there is none."""
 
     devices: Annotated[tuple[NonNegativeInt, ...], NoDecode] = (0,)
-    """GPUs by number, separated by commas, or all. Each worker serves every model on each."""
+    """GPUs by number, separated by commas, divided over the workers; or all, for every worker."""
 
     precision: Literal["fp16", "tf32", "fp32"] = "fp16"
     """Precision on a GPU. The CPU always computes in float32."""

@@ -86,6 +86,8 @@ def routes() -> str:
     document = _openapi()
     sections: dict[str, list[str]] = {}
     for path, operations in document["paths"].items():
+        if path.replace(_VERSION, "") != path and path.replace(_VERSION, "") in document["paths"]:
+            continue
         for method, operation in operations.items():
             section = sections.setdefault(operation["tags"][0], [])
             section.append(_route(f"{method.upper()} {path}", operation))
@@ -93,11 +95,16 @@ def routes() -> str:
         "Paths, parameters and answers over HTTP/1.1 and HTTP/2. The service shows the same at "
         "`GET /docs`, with schemas and examples, and as OpenAPI at `GET /openapi.json`. Where "
         "`LENET_API_KEYS` is set, every path needs a key but those marked *no key*. "
-        "[HTTP](../http.md) explains `POST /predict`, [errors](errors.md) lists the codes.",
+        "[HTTP](../http.md) explains `POST /predict`, [errors](errors.md) what the statuses mean. "
+        f"A path of a model is also there for one of its versions, with `{_VERSION}` behind the "
+        "model, but for those of the repository.",
     ]
     for tag, found in sections.items():
         parts += [f"## {tag[0].upper()}{tag[1:]}", *found]
     return _page("Routes", *parts)
+
+
+_VERSION = "/versions/{version}"
 
 
 def _route(name: str, operation: dict[str, Any]) -> str:
@@ -115,8 +122,8 @@ def _route(name: str, operation: dict[str, Any]) -> str:
         parts.append(f"Body: {_words(body['content'])}.")
     answers = []
     for status, answer in operation["responses"].items():
-        meaning = answer["description"] if int(status) >= 400 else _words(answer.get("content", ()))
-        answers.append(f"{status}" + (f" ({meaning})" if meaning else ""))
+        kinds = _words(answer.get("content", ())) if int(status) < 400 else ""
+        answers.append(status + (f" ({kinds})" if kinds else ""))
     parts.append(f"Answers: {', '.join(answers)}.")
     return "\n\n".join(parts)
 
@@ -263,7 +270,16 @@ def commands() -> str:
     ]
     for command in ("fit", "search", "compare", "import", "export", "inspect"):
         kind = getattr(trainer_settings, command.capitalize())
-        parts += [f"### `{command}`", f"{kind.__doc__}", _settings_table(kind)]
+        parts += [f"### `{command}`", f"{kind.__doc__}"]
+        if kind is trainer_settings.Search:
+            prefix = kind.model_config["env_prefix"].upper()
+            parts.append(
+                f"The recipe has the flags of `fit`, from `--model` to `--precision`, whose "
+                f"variables begin with `{prefix}` here."
+            )
+            parts.append(_settings_table(kind, without=trainer_settings.Recipe))
+        else:
+            parts.append(_settings_table(kind))
     parts += ["## `make load-test`", f"```text\n{options.strip()}\n```"]
     return _page("Command lines", *parts)
 
@@ -373,12 +389,13 @@ def _openapi() -> dict[str, Any]:
     return app.openapi()
 
 
-def _settings_table(kind: type[BaseSettings]) -> str:
+def _settings_table(kind: type[BaseSettings], without: type[BaseSettings] = BaseSettings) -> str:
+    """Fields of `kind` that `without` does not have."""
     prefix = kind.model_config["env_prefix"]
     schemas = kind.model_json_schema()["properties"]
     rows = []
     for name, field in kind.model_fields.items():
-        if CLI_SUPPRESS not in field.metadata:
+        if CLI_SUPPRESS not in field.metadata and name not in without.model_fields:
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             default = "" if field.default in (None, (), "", PydanticUndefined) else field.default
             if isinstance(default, tuple):
