@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, lru_cache, partial
-from typing import Any, cast
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -21,7 +21,7 @@ from starlette.staticfiles import StaticFiles
 
 from lenet import DISTRIBUTION, distribution_version
 from service.api.endpoints import image_endpoint, path_of, response
-from service.api.errors import plain_error, plain_error_answer
+from service.api.errors import plain_error_answer
 from service.api.open_inference import OpenInference
 from service.api.openapi import OIP_TAG, complete, image_route
 from service.api.page import HTML, Page, StaticFile
@@ -34,7 +34,6 @@ from service.engine.models import Models
 from service.errors import shown
 from service.observe.metrics import CONTENT_TYPE, Metrics
 from service.process.keys import Keys
-from service.transport.answer import refusal
 from service.transport.refusal import INTERNAL, Refusal
 
 _MAIN_PATHS = "/predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict, /info"
@@ -88,24 +87,24 @@ def create_app(
 
         @app.post("/explain", include_in_schema=False)
         async def not_explained() -> Response:
-            return response(refusal(404, "not_found", _NOT_EXPLAINED))
+            return _refused("/explain", 404, _NOT_EXPLAINED)
 
-    async def on_refusal(_: Request, error: Exception) -> Response:
+    @app.exception_handler(Refusal)
+    async def on_refusal(_: Request, error: Refusal) -> Response:
         # Only routes below /v1 and /v2 have placeholders.
-        return response(plain_error_answer(cast("Refusal", error)))
+        return response(plain_error_answer(error))
 
-    async def on_routing_error(request: Request, error: Exception) -> Response:
-        return _routing_error_response(request, cast("HTTPException", error), ["/docs", *paths])
+    @app.exception_handler(HTTPException)
+    async def on_routing_error(request: Request, error: HTTPException) -> Response:
+        return _routing_error_response(request, error, ["/docs", *paths])
 
+    @app.exception_handler(Exception)
     async def on_internal_error(request: Request, error: Exception) -> Response:
         # Starlette raises it again after this answer, and the connection logs it.
         return response(path_like(path_of(request.scope)).error(Refusal(INTERNAL)))
 
     routes = (route for one in (app, *routers) for route in one.routes)
     paths = [one.path for one in routes if isinstance(one, APIRoute) and one.include_in_schema]
-    app.add_exception_handler(Refusal, on_refusal)
-    app.add_exception_handler(HTTPException, on_routing_error)
-    app.add_exception_handler(Exception, on_internal_error)
     return app
 
 
@@ -211,10 +210,11 @@ def _add_pages(app: FastAPI, *, needs_key: bool) -> None:
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
 
 
-def _error_response(path: str, status: int, code: str, message: str) -> Response:
-    """An error in the form of errors below `path`."""
-    plain = path_like(path).error is plain_error_answer
-    return response(plain_error(status, message) if plain else refusal(status, code, message))
+def _refused(path: str, status: int, message: str) -> Response:
+    """The answer to a request that no route takes, in the form of errors below `path`."""
+    error = Refusal(message)
+    error.status, error.code = status, _ROUTING_CODES.get(status, "invalid_input")
+    return response(path_like(path).error(error))
 
 
 def _routing_error_response(
@@ -239,8 +239,7 @@ def _routing_error_response(
     else:
         expected = f"expected {headers.get('Allow', 'another')}; see /docs"
         message = f"method: got {shown(request.method)} for {shown(path)}, {expected}"
-    code = _ROUTING_CODES.get(status, "invalid_input")
-    found = _error_response(path, status, code, message)
+    found = _refused(path, status, message)
     found.headers.update(headers)
     return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -19,10 +19,8 @@ from service.errors import Cancelled, stopped
 from service.transport.answer import Answer
 from service.transport.refusal import Refusal
 
-Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
-
-def image_endpoint(route: ImageRoute) -> Endpoint:
+def image_endpoint(route: ImageRoute) -> Callable[[Request], Awaitable[Response]]:
     """The endpoint of `route`."""
 
     async def answer(request: Request) -> Response:

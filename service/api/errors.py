@@ -15,14 +15,9 @@ _log = logging.getLogger(__name__)
 
 
 def plain_error_answer(error: Refusal) -> Answer:
-    """`error` in the form of `plain_error`."""
-    return plain_error(error.status, error.message, headers_of(error))
-
-
-def plain_error(status: int, message: str, headers: bytes = b"") -> Answer:
-    """An error as the Open Inference Protocol and TensorFlow Serving have it: one string."""
-    text = message.encode("utf-8", "replace").decode()
-    return Answer(status, JSON, orjson.dumps({"error": text}), headers)
+    """`error` as the Open Inference Protocol and TensorFlow Serving have it: one string."""
+    text = error.message.encode("utf-8", "replace").decode()
+    return Answer(error.status, JSON, orjson.dumps({"error": text}), headers_of(error))
 
 
 def status_of(error: Refusal) -> Status:

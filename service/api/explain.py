@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from service.api.schemas import MAX_EXPLAINED_IMAGES, MAX_NOISE, ExplainQuery
 from service.engine.explainer import Explained, Explainer
 from service.errors import invalid, shown
 from service.forms.form import JSON, Content
-from service.forms.prediction import warnings
+from service.forms.prediction import one_prediction, warnings
 from service.observe.traces import Traces
 from service.request import Requests, TimesS, Wanted
 
@@ -84,13 +83,14 @@ class _ExplainRequest(ImageRequest, Explained):
 
     @span("encode")
     def write(self) -> Content:
-        version = self.version
+        version, probabilities = self.version, self.layers[-1].probabilities
+        assert probabilities is not None, "bug: not the last layer"
         document: dict[str, Any] = {
             "model": version.name,
             "version": version.version,
             "images": [base64.b64encode(image.tobytes()).decode() for image in self.images],
             "index": self.index,
-            "prediction": _prediction(self.layers[-1], version.labels),
+            "prediction": orjson.Fragment(one_prediction(probabilities, version.labels)),
         }
         if self.asked.doubts:
             document["warnings"] = warnings(self.asked.doubts)
@@ -101,16 +101,6 @@ class _ExplainRequest(ImageRequest, Explained):
 
     def count(self, times_s: TimesS) -> None:
         self._requests.metrics.explained(times_s[-1])
-
-
-def _prediction(logits: Layer, names: Sequence[str]) -> dict[str, Any]:
-    """A prediction in the form of `POST /predict`."""
-    probabilities = logits.probabilities
-    assert probabilities is not None, "bug: not the last layer"
-    label = int(probabilities.argmax())
-    name = {} if names[label] == str(label) else {"name": names[label]}
-    confidence = {"confidence": probabilities[label], "probabilities": probabilities}
-    return {"label": label, **name, **confidence}
 
 
 def _layer(layer: Layer) -> dict[str, Any]:

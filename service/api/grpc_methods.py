@@ -79,8 +79,7 @@ def methods(requests: Requests, answers: OpenInference, keys: Keys) -> dict[byte
         f"/{_REFLECTION}/ServerReflectionInfo": ("user", reflect),
         f"/{_EARLIER_REFLECTION}/ServerReflectionInfo": ("user", reflect),
     }
-    for name, method in infer_methods(requests).items():
-        found[f"/{SERVICE}/{name}"] = "user", method
+    found |= {f"/{SERVICE}/{name}": ("user", one) for name, one in infer_methods(requests).items()}
     for name, (access, answer) in _small_methods(answers).items():
         found[f"/{SERVICE}/{name}"] = access, small(answer, getattr(pb, f"{name}Request"))
     return {
@@ -238,17 +237,13 @@ class _SmallCall:
         exchange: GrpcStream,
     ) -> None:
         self._answer, self._kind, self._is_stream = answer, kind, is_stream
-        self._tasks, self._exchange = tasks, exchange
-        self._name = kind.DESCRIPTOR.name
+        self._name, self._exchange = kind.DESCRIPTOR.name, exchange
         self._body = b""
         self._received = 0
         self._requests: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        if timeout_s is not None:
-            late = DeadlineExceeded(f"no answer within {round(timeout_s * 1e3, 3):g} ms")
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(timeout_s, self.fail, late)
+        self._task = asyncio.ensure_future(self._run(timeout_s))
+        tasks.add(self._task)
+        self._task.add_done_callback(tasks.discard)
 
     # `body_timeout_s` limits the time, and messages are small.
     def wait(self) -> None: ...
@@ -276,10 +271,6 @@ class _SmallCall:
         except DecodeError:
             raise InvalidInput(f"message: not a {self._name}", field="message") from None
         self._requests.put_nowait(request)
-        if self._task is None:
-            self._task = task = asyncio.ensure_future(self._run())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
 
     def half_close(self) -> None:
         if not self._received:
@@ -300,10 +291,7 @@ class _SmallCall:
         self._exchange.end(status_of(error))
 
     def cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
+        self._task.cancel()
 
     def _too_large(self, found: str) -> InvalidInput:
         expected = f"at most {_MAX_SMALL_BYTES} of a {self._name}"
@@ -311,16 +299,19 @@ class _SmallCall:
             expected += "; models are read from the folder, and not from requests"
         return invalid("message", found, expected)
 
-    async def _run(self) -> None:
+    async def _run(self, timeout_s: float | None) -> None:
+        limit = asyncio.timeout(timeout_s)
         try:
-            await (self._answer_all() if self._is_stream else self._answer_one())
+            async with limit:
+                await (self._answer_all() if self._is_stream else self._answer_one())
         except Refusal as exc:
             self._exchange.end(status_of(exc))
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
-            self._exchange.end(internal_error(exc))
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            if timeout_s is not None and limit.expired():
+                late = DeadlineExceeded(f"no answer within {round(timeout_s * 1e3, 3):g} ms")
+                self._exchange.end(status_of(late))
+            else:
+                self._exchange.end(internal_error(exc))
 
     async def _answer_one(self) -> None:
         found = self._answer(await self._requests.get())

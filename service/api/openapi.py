@@ -6,7 +6,7 @@ Parameters and bodies come from the models of `schemas`; no endpoint is called t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -59,12 +59,10 @@ _ERROR_HEADERS = {
 }
 # Only requests to the repository get 403. Clients never see 499: they have left.
 _OF_PREDICTIONS = sorted(set(STATUS.values()) - {403, 499})
-OF_REPOSITORY = (400, 401, 403, 413, 503)
 
 
-def errors(
-    model: type[schemas.ErrorResponse | schemas.ProtocolError],
-    statuses: Sequence[int] = _OF_PREDICTIONS,
+def _errors(
+    model: type[schemas.ErrorResponse | schemas.ProtocolError], *statuses: int
 ) -> dict[int | str, dict[str, Any]]:
     """Answers with an error in the shape of `model`, as FastAPI's `responses`."""
     return {
@@ -77,8 +75,11 @@ def errors(
     }
 
 
-UNKNOWN = errors(schemas.ProtocolError, [404])
+UNKNOWN = _errors(schemas.ProtocolError, 404)
 """The answer of a route with a model in its path when it is not loaded."""
+
+REPOSITORY = _errors(schemas.ProtocolError, 400, 401, 403, 413, 503)
+"""Answers with an error of the routes of the repository."""
 
 # The routes that take images
 
@@ -187,14 +188,14 @@ def _image_route(
     query: type[BaseModel] | None = None,
 ) -> dict[str, Any]:
     parameters = [*_parameters("query", query), *_parameters("header", schemas.ImageHeaders)]
+    error = schemas.ErrorResponse if query else schemas.ProtocolError
     return {
         "name": name,
         "tags": [tag],
         "summary": summary,
         "description": description,
         "response_model": answer,
-        "responses": errors(schemas.ErrorResponse if query else schemas.ProtocolError)
-        | {200: good},
+        "responses": _errors(error, *_OF_PREDICTIONS) | {200: good},
         "openapi_extra": {
             "parameters": parameters,
             "requestBody": {"content": content, "required": True},

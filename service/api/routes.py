@@ -76,10 +76,8 @@ class ImageRoute:
         operation = http_operation("POST", self.template, self.template.format(**path))
         length, trace = self._length(headers), Ids.read(headers).trace
         parent = parent_of(trace, headers.get("tracestate", ""))
-        options = self.options(query)
-        return Wanted(
-            form, timeout_s, operation, parent, length, model, version, asks_first, options
-        )
+        more = asks_first, self.options(query)
+        return Wanted(form, timeout_s, operation, parent, length, model, version, *more)
 
     def refuse(self, error: Refusal) -> Answer:
         """The answer to a request that `read` rejected."""
@@ -185,13 +183,13 @@ def prefers(kind: str, accept: str) -> bool:
     """Whether `accept` prefers `kind` to JSON (RFC 9110, 12.5.1); JSON where both are as good."""
     if kind not in accept.lower():
         return False
-    ranges, qualities = weights(accept), {"application/json": -1.0, kind: -1.0}
-    for wanted in qualities:
-        for matching in (wanted, wanted.partition("/")[0] + "/*", "*/*"):
-            if matching in ranges:
-                qualities[wanted] = ranges[matching]
-                break
-    return qualities[kind] > 0 and qualities[kind] > qualities["application/json"]
+    ranges = weights(accept)
+
+    def quality(wanted: str) -> float:
+        matching = (wanted, wanted.partition("/")[0] + "/*", "*/*")
+        return next((ranges[one] for one in matching if one in ranges), 0.0)
+
+    return quality(kind) > quality("application/json")
 
 
 def takes_gzip(accept_encoding: str) -> bool:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ValidationError
 
-from service.api import openapi
 from service.api.open_inference import (
     EXTENSIONS,
     ModelMetadata,
@@ -19,9 +18,9 @@ from service.api.open_inference import (
     RepositoryEntry,
     ServerMetadata,
 )
-from service.api.openapi import OF_REPOSITORY, OIP_TAG, UNKNOWN, errors
+from service.api.openapi import OIP_TAG, REPOSITORY, UNKNOWN, small_body
 from service.api.routes import MODEL, MODEL_VERSION, PREFIX
-from service.api.schemas import ChangeRequest, IndexRequest, ProtocolError
+from service.api.schemas import ChangeRequest, IndexRequest
 from service.errors import InvalidInput, TooLarge, invalid, shown
 from service.process.keys import Keys
 
@@ -91,8 +90,8 @@ def protocol_routes(answers: OpenInference, keys: Keys) -> APIRouter:
     @router.post(
         "/repository/index",
         summary="Models and versions that are there",
-        openapi_extra=openapi.small_body(IndexRequest),
-        responses=errors(ProtocolError, OF_REPOSITORY),
+        openapi_extra=small_body(IndexRequest),
+        responses=REPOSITORY,
     )
     async def repository_index(request: Request) -> list[RepositoryEntry]:
         """Every version in the weights folder; with `ready` those that are loaded."""
@@ -116,8 +115,8 @@ def protocol_routes(answers: OpenInference, keys: Keys) -> APIRouter:
             f"/repository{MODEL}/{verb}",
             summary=f"{verb.capitalize()} a model",
             response_class=Response,
-            openapi_extra=openapi.small_body(ChangeRequest),
-            responses=errors(ProtocolError, OF_REPOSITORY) | UNKNOWN,
+            openapi_extra=small_body(ChangeRequest),
+            responses=REPOSITORY | UNKNOWN,
         )(change)
     return router
 

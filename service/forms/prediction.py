@@ -93,6 +93,11 @@ def _pieces(probabilities: Probabilities, names: tuple[str, ...]) -> list[bytes]
     return pieces
 
 
+def one_prediction(probabilities: Probabilities, names: tuple[str, ...]) -> bytes:
+    """The JSON of the prediction for one image with `probabilities`, (classes,)."""
+    return b"".join(_pieces(probabilities[np.newaxis], names))[len(b"]},") :] + b"]}"
+
+
 @lru_cache(maxsize=64)
 def _beginnings(names: tuple[str, ...]) -> list[bytes]:
     """The first piece of a row, by its label."""

@@ -15,7 +15,7 @@ from benchmarks.grpc_stub import health_stub
 from service.api import health_pb2, reflection_pb2
 from service.api.grpc_methods import HealthServicer
 from service.forms import open_inference_pb2 as pb
-from tests.service_process import PATIENCE_S
+from tests.service_process import PATIENCE_S, grpc_call
 
 SERVICE = "inference.GRPCInferenceService"
 Check = health_pb2.HealthCheckRequest
@@ -203,6 +203,27 @@ async def test_a_question_is_refused_when_it_is_not_one(stub, caplog, method, me
     assert dict(error.trailing_metadata())["lenet-error-field"] == "message"
     assert error.details().startswith("message: ")
     assert not caplog.records
+
+
+def read_status(port, path, **headers):
+    """What the service sends to a call without a message, up to its status."""
+    received = b""
+    with grpc_call(port, path.encode(), **headers) as connection:
+        while b"grpc-message" not in received and (piece := connection.recv(1000)):
+            received += piece
+    return received
+
+
+@pytest.mark.parametrize("method", [f"{SERVICE}/ServerLive", "grpc.health.v1.Health/Watch"])
+async def test_a_call_without_a_request_ends_at_its_deadline_or_when_its_client_is_done(
+    stub, running, method
+):
+    deadline = {"grpc-timeout": b"50m"}
+    found = await asyncio.to_thread(read_status, running.port, f"/{method}", **deadline)
+    assert b"no answer within 50 ms" in found
+    error = await failure(stub.channel.stream_unary(f"/{method}")(iter(())))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "message: got none, expected a request"
 
 
 async def test_an_unexpected_error_is_logged_and_hidden(stub, running, monkeypatch, caplog):
