@@ -5,10 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from benchmarks.command import latest_weights
-
 ROOT = Path(__file__).parents[2]
 
 WITHOUT = """
@@ -58,11 +54,3 @@ def test_help_needs_no_library_and_a_missing_one_is_one_line_with_its_remedy():
     ):
         (line,) = (line for line in lines if line.startswith(f"{name} 1 "))
         assert remedy in line
-
-
-def test_versions_are_compared_as_numbers(tmp_path):
-    with pytest.raises(FileNotFoundError, match="--weights"):
-        latest_weights(tmp_path)
-    for name in ("9.safetensors", "10.safetensors", "notes.safetensors"):
-        (tmp_path / name).touch()
-    assert latest_weights(tmp_path).name == "10.safetensors"

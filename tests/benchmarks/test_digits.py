@@ -13,8 +13,7 @@ from service.forms.body import Limits, decode
 REQUEST = PreparedRequest(b"", "", own_labels=(1, 2, 3), true_labels=(1, 2, 4))
 
 
-@pytest.mark.parametrize("form", ["json", "png"])
-@pytest.mark.parametrize("images", [1, 5, 30])
+@pytest.mark.parametrize(("form", "images"), [("json", 30), ("png", 5)])
 def test_requests_send_every_digit_and_know_its_labels(form, images, digits, weights):
     requests = prepare_requests(digits, weights, form, images)
     true = [label for request in requests for label in request.true_labels]

@@ -4,17 +4,6 @@ import numpy as np
 import pytest
 
 from benchmarks.multi_gpu import Outcome, compared, overlap
-from benchmarks.training import spread
-
-
-def test_the_spread_of_runs_has_mean_deviation_and_values():
-    assert spread([1.0, 3.0]) == {
-        "mean": 2.0,
-        "sd": pytest.approx(2**0.5),
-        "n": 2,
-        "values": [1.0, 3.0],
-    }
-    assert spread([5.0])["sd"] == 0
 
 
 def test_several_gpus_are_compared_with_one():
