@@ -97,7 +97,7 @@ def routes() -> str:
         "`LENET_API_KEYS` is set, every path needs a key but those marked *no key*. "
         "[HTTP](../http.md) explains `POST /predict`, [errors](errors.md) what the statuses mean. "
         f"A path of a model is also there for one of its versions, with `{_VERSION}` behind the "
-        "model, but for those of the repository.",
+        "model, but for those of the repository. A model or version that is not loaded is 404.",
     ]
     for tag, found in sections.items():
         parts += [f"## {tag[0].upper()}{tag[1:]}", *found]
@@ -115,6 +115,7 @@ def _route(name: str, operation: dict[str, Any]) -> str:
     rows = [
         (f"`{one['name']}`", one["in"], _kind(one["schema"]), one.get("description", ""))
         for one in operation.get("parameters", ())
+        if one["in"] != "path"
     ]
     if rows:
         parts.append(_table(("parameter", "in", "value", "meaning"), rows))
@@ -331,10 +332,10 @@ def marked() -> list[Statement]:
 
 def statements() -> str:
     """What the program and its documents say, and the tests that find it out otherwise."""
-    sections: dict[str, list[tuple[str, ...]]] = {}
+    sections: dict[str, dict[str, list[tuple[str, str]]]] = {}
     for one in marked():
-        rows = sections.setdefault(one.subject, [])
-        rows.append((one.text, one.found, f"`{one.path}::{one.test}`"))
+        found = sections.setdefault(one.subject, {}).setdefault(one.text, [])
+        found.append((one.found, f"`{one.path}::{one.test}`"))
     return _page(
         "Statements and their tests",
         "What the program prints, serves and documents, and how a test finds the same out in "
@@ -346,7 +347,16 @@ def statements() -> str:
             for subject in sorted(sections)
             for part in (
                 f"## {subject}",
-                _table(("statement", "found otherwise", "test"), sections[subject]),
+                _table(
+                    ("statement", "found otherwise", "test"),
+                    [
+                        (
+                            text,
+                            *("; ".join(dict.fromkeys(part)) for part in zip(*found, strict=True)),
+                        )
+                        for text, found in sections[subject].items()
+                    ],
+                ),
             )
         ),
     )
