@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import orjson
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -184,7 +185,10 @@ def judge_binary(content: bytes, request: PreparedRequest) -> Verdict:
 
 def judge_message(content: bytes, request: PreparedRequest) -> tuple[Verdict, dict[str, float]]:
     """Check the answer of ModelInfer; milliseconds in the service by stage."""
-    reply = pb.ModelInferResponse.FromString(content)
+    try:
+        reply = pb.ModelInferResponse.FromString(content)
+    except DecodeError:
+        return Verdict("bad answer: not a message of ModelInfer"), {}
     known = reply.parameters
     server_ms = {name.removesuffix("_us"): known[name].int64_param / 1e3 for name in known}
     names = [output.name for output in reply.outputs]

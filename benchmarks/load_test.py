@@ -140,6 +140,7 @@ class HttpConnection:
         try:
             async with asyncio.timeout(self._timeout_s):
                 if self._streams is None or self._streams[0].at_eof():
+                    await self.close()
                     self._streams = await asyncio.open_connection(
                         self._url.hostname, self._url.port, ssl=self._url.scheme == "https" or None
                     )
@@ -316,9 +317,8 @@ def send(options: Namespace, requests: Sequence[PreparedRequest]) -> tuple[list[
 def summarise(options: Namespace, parts: Sequence[Part]) -> list[dict[str, Any]]:
     """The numbers of the whole test, then of each stage that was begun, as written to JSON.
 
-    `requests_per_s`: good answers that came while the stage ran. `accuracy`: share of true labels.
-    `client_cores`: used by all processes. `client_busy`: share of the time in which the busiest
-    event loop ran on a core or waited for one.
+    `requests_per_s`: good answers that came while the stage ran. `client_cores`: of all processes.
+    `client_busy`: share of the time in which the busiest event loop had a core or waited for one.
     """
     rows = np.concatenate([part[0] for part in parts])
     errors = sum((part[1] for part in parts), Counter[tuple[int, str]]())
