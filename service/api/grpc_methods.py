@@ -20,18 +20,13 @@ from google.protobuf.descriptor_pool import Default
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 
-from service.api import health_pb2, reflection_pb2
 from service.api.errors import internal_error, status_of
 from service.api.grpc_infer import SERVICE, infer_methods
+from service.api.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from service.api.open_inference import GRPC_EXTENSIONS, OpenInference
+from service.api.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 from service.engine.models import Models
-from service.errors import (
-    DeadlineExceeded,
-    InvalidInput,
-    UnknownModel,
-    invalid,
-    shown,
-)
+from service.errors import DeadlineExceeded, InvalidInput, UnknownModel, invalid, shown
 from service.forms import open_inference_pb2 as pb
 from service.process.keys import Keys
 from service.request import Requests
@@ -71,11 +66,10 @@ def methods(requests: Requests, answers: OpenInference, keys: Keys) -> dict[byte
         open_call = partial(_SmallCall, answer, request, is_stream, tasks)
         return Method(timeout_s_of, open_call, is_endless=is_stream)
 
-    check = health_pb2.HealthCheckRequest
-    reflect = small(answer_reflection, reflection_pb2.ServerReflectionRequest, is_stream=True)
+    reflect = small(answer_reflection, ServerReflectionRequest, is_stream=True)
     found: dict[str, tuple[Access, Method]] = {
-        f"/{_HEALTH}/Check": ("public", small(health.check, check)),
-        f"/{_HEALTH}/Watch": ("public", small(health.watch, check, is_stream=True)),
+        f"/{_HEALTH}/Check": ("public", small(health.check, HealthCheckRequest)),
+        f"/{_HEALTH}/Watch": ("public", small(health.watch, HealthCheckRequest, is_stream=True)),
         f"/{_REFLECTION}/ServerReflectionInfo": ("user", reflect),
         f"/{_EARLIER_REFLECTION}/ServerReflectionInfo": ("user", reflect),
     }
@@ -142,56 +136,53 @@ class HealthServicer:
         self._models = models
         self._tells_names = tells_names
 
-    def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
+    def check(self, request: HealthCheckRequest) -> HealthCheckResponse:
         """SERVING while the server is ready."""
         found = self._status(request.service)
-        if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+        if found == HealthCheckResponse.SERVICE_UNKNOWN:
             names = {SERVICE, *(self._models.names if self._tells_names else ())}
             expected = f"one of {', '.join(sorted(names))}"
             message = f"service: got {shown(request.service)}, expected {expected}"
             raise UnknownModel(message, field="service")
-        return health_pb2.HealthCheckResponse(status=found)
+        return HealthCheckResponse(status=found)
 
     async def watch(
-        self, requests: AsyncIterator[health_pb2.HealthCheckRequest]
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        self, requests: AsyncIterator[HealthCheckRequest]
+    ) -> AsyncIterator[HealthCheckResponse]:
         """Yield the status now and at each change; SERVICE_UNKNOWN for an unknown name."""
-        request = await anext(requests, health_pb2.HealthCheckRequest())
+        request = await anext(requests, HealthCheckRequest())
         last = None
         while True:
             if (found := self._status(request.service)) != last:
-                yield health_pb2.HealthCheckResponse(status=found)
+                yield HealthCheckResponse(status=found)
                 last = found
             else:
                 await asyncio.sleep(_WATCH_S)
 
-    def _status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+    def _status(self, name: str) -> HealthCheckResponse.ServingStatus:
         if name not in ("", SERVICE) and self._models.find(name) is None:
-            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        if self._models.ready:
-            return health_pb2.HealthCheckResponse.SERVING
-        return health_pb2.HealthCheckResponse.NOT_SERVING
+            return HealthCheckResponse.SERVICE_UNKNOWN
+        ready = self._models.ready
+        return HealthCheckResponse.SERVING if ready else HealthCheckResponse.NOT_SERVING
 
 
 async def answer_reflection(
-    requests: AsyncIterator[reflection_pb2.ServerReflectionRequest],
-) -> AsyncIterator[reflection_pb2.ServerReflectionResponse]:
+    requests: AsyncIterator[ServerReflectionRequest],
+) -> AsyncIterator[ServerReflectionResponse]:
     """Answer reflection requests: service names and file descriptors."""
     pool: Any = Default()
     async for request in requests:
-        response = reflection_pb2.ServerReflectionResponse(
-            valid_host=request.host, original_request=request
-        )
+        response = ServerReflectionResponse(valid_host=request.host, original_request=request)
+        files = response.file_descriptor_response.file_descriptor_proto
         try:
             match request.WhichOneof("message_request"):
                 case "list_services":
                     for name in (SERVICE, _HEALTH, _REFLECTION):
                         response.list_services_response.service.add(name=name)
                 case "file_by_filename":
-                    _describe(response, pool.FindFileByName(request.file_by_filename))
+                    files.append(pool.FindFileByName(request.file_by_filename).serialized_pb)
                 case "file_containing_symbol":
-                    symbol = request.file_containing_symbol
-                    _describe(response, _file_of(pool, symbol))
+                    files.append(_file_of(pool, request.file_containing_symbol).serialized_pb)
                 case "all_extension_numbers_of_type":  # proto3 has no extensions
                     name = request.all_extension_numbers_of_type
                     pool.FindMessageTypeByName(name)
@@ -210,10 +201,6 @@ def _file_of(pool: Any, symbol: str) -> Any:
         return pool.FindFileContainingSymbol(symbol)
     except KeyError:
         return pool.FindMethodByName(symbol).containing_service.file
-
-
-def _describe(response: reflection_pb2.ServerReflectionResponse, file: Any) -> None:
-    response.file_descriptor_response.file_descriptor_proto.append(file.serialized_pb)
 
 
 class _SmallCall:
