@@ -240,8 +240,8 @@ def _traces(settings: Settings, version: str) -> Iterator[Traces | None]:
     _log.info("traces to %s: %s, besides what callers, faults and slowness choose", url, chosen)
     statuses: spans.Statuses = {"http": STATUS | {"": 200}, "grpc": GRPC_STATUS | {"": "OK"}}
     scheme = "http" if settings.certificate is None else "https"
-    with spans.exported(url, version, statuses, scheme) as made:
-        yield Traces(settings.traces_one_in, (settings.traces_slower_ms or math.inf) / 1e3, made)
+    with spans.exported(url, version, statuses, scheme) as note:
+        yield Traces(settings.traces_one_in, (settings.traces_slower_ms or math.inf) / 1e3, note)
 
 
 def _decoder_count(settings: Settings) -> int:

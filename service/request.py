@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -39,11 +39,8 @@ from service.errors import (
 from service.forms.body import Limits
 from service.forms.form import NOTHING, Asked, Body, Content, Decoded, Form
 from service.observe.metrics import NO_MODEL, Metrics, Transport
-from service.observe.traces import Batch, Ended, Operation, Parent, Traces
+from service.observe.traces import Attributes, Ended, Operation, Parent, Traces, batch_attributes
 from service.transport.refusal import INTERNAL, Refusal
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import SpanContext
 
 _log = logging.getLogger(__name__)
 
@@ -306,17 +303,12 @@ class Request(Work):
         """Count the answer."""
         self._requests.metrics.predicted(self._requests.protocol, self._model, times_s)
 
-    def batch_span(self, traces: Traces) -> SpanContext | None:
-        """The batch that the images were computed in, in traces; None if there were several."""
+    def batch_attributes(self) -> Attributes:
+        """The batch that the images were computed in, for traces; none if there were several."""
         batch = self.batch
-        if (result := batch.result) is None:
-            return None
-        span: SpanContext | None = batch.encoded.get("span")
-        if span is None:
-            sizes = self.batch_rows, result.computed_rows, batch.reason, result.device_s
-            of = Batch(self._model, *sizes, self.first_cut_s, self.answered_s)
-            span = batch.encoded["span"] = traces.spans.batch(of)
-        return span
+        if batch.result is None:
+            return ()
+        return batch_attributes(self.batch_rows, batch.reason, batch.result)
 
     # From the decoded body to the answer.
 
@@ -403,9 +395,10 @@ class Request(Work):
             nvtx.end(self._range)
         self.done = True
         self.reply(content, rest, times_s)
-        if self._requests.traces is not None:
+        traces = self._requests.traces
+        if traces is not None and traces.wants(self._wanted.parent, "", times_s[-1]):
             steps_s = self._decoding_began_s, self.arrived_s, cut_s, self.answered_s, began_s
-            self._trace(self._requests.traces, "", now_s, steps_s)
+            self._trace(traces, "", now_s, steps_s)
 
     # Deadline, memory, and other ends.
 
@@ -500,20 +493,22 @@ class Request(Work):
             self._requests.metrics.request_done(self._model, self._requests.protocol, outcome)
         except Exception:  # noqa: BLE001 - its client is answered all the same
             _log.exception("an answer was not counted")
-        if self._requests.traces is not None:
-            self._trace(self._requests.traces, outcome, time.monotonic())
+        traces, now_s = self._requests.traces, time.monotonic()
+        if traces is not None and traces.wants(
+            self._wanted.parent, outcome, now_s - self._started_s
+        ):
+            self._trace(traces, outcome, now_s)
         nvtx.end(self._range)
 
     def _trace(
         self, traces: Traces, code: str, now_s: float, steps_s: tuple[float, ...] = ()
     ) -> None:
-        """Trace the request, if it is to be. `code`: of the error, "" for an answer."""
-        operation, parent, began_s = self._wanted.operation, self._wanted.parent, self._started_s
+        """Trace the request. `code`: of the error, "" for an answer."""
+        wanted = self._wanted
         try:
-            if traces.wants(parent, code, now_s - began_s):
-                rows, batch = (self.rows, self.batch_span(traces)) if steps_s else (0, None)
-                of = self._requests.protocol, operation, parent, self._model, rows
-                traces.spans.request(Ended(*of, code, began_s, now_s, steps_s), batch)
+            rows, batch = (self.rows, self.batch_attributes()) if steps_s else (0, ())
+            of = self._requests.protocol, wanted.operation, wanted.parent, self._model, rows
+            traces.note(Ended(*of, code, self._started_s, now_s, steps_s, batch))
         except Exception:  # noqa: BLE001 - its client is answered all the same
             _log.exception("a request was not traced")
 

@@ -59,12 +59,6 @@ class Collector:
     def called(self, name):
         return [span for span in self.spans if span.name == name]
 
-    def children(self, parent):
-        """Spans below `parent`, by name."""
-        below = [span for span in self.spans if span.parent_span_id == parent.span_id]
-        assert all(span.trace_id == parent.trace_id for span in below)
-        return {span.name: span for span in below}
-
 
 @contextlib.contextmanager
 def collector(port=0, moved_to=None, endless=False, status=200):
@@ -115,4 +109,4 @@ if __name__ == "__main__":
         while True:
             time.sleep(10)
             came, found.spans = came + len(found.spans), []
-            print(f"{came} spans", flush=True)
+            print(f"spans: {came}", flush=True)

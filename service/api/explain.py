@@ -22,7 +22,7 @@ from service.engine.explainer import Explained, Explainer
 from service.errors import invalid, shown
 from service.forms.form import JSON, Content
 from service.forms.prediction import one_prediction, warnings
-from service.observe.traces import Traces
+from service.observe.traces import Attributes
 from service.request import Requests, TimesS, Wanted
 
 _INDEX = re.compile(r"[0-9]{1,5}")
@@ -97,7 +97,8 @@ class _ExplainRequest(ImageRequest, Explained):
         document["layers"] = [_layer(layer) for layer in self.layers]
         return Content(JSON, orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))
 
-    def batch_span(self, traces: Traces) -> None: ...
+    def batch_attributes(self) -> Attributes:
+        return ()
 
     def count(self, times_s: TimesS) -> None:
         self._requests.metrics.explained(times_s[-1])

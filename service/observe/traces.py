@@ -1,22 +1,20 @@
-"""Which requests OpenTelemetry gets spans of, and what these are made of.
+"""Which requests OpenTelemetry gets a span of, and what it is made of.
 
-Spans are made after the answer, of clock readings that it has anyway: an untraced request costs a
-comparison.
+It is made after the answer, of clock readings that this has anyway.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
+from lenet.backend import BatchResult
 from service.observe.metrics import ModelKey, Transport
 
-if TYPE_CHECKING:
-    from service.observe.spans import Spans
-
 MOST_A_SECOND = 500
-"""Maximum number of traced requests of a worker in a second, each of which costs 0.2 ms: callers
+"""Maximum number of traced requests of a worker in a second, each of which costs 0.1 ms: callers
 set the flag, and a fault may reach every request."""
 _MOST_PATH_CHARACTERS = 256
 
@@ -25,8 +23,6 @@ FAULTS = frozenset(("internal", "inference_failed", "unavailable", "deadline_exc
 
 _MOST_STATE_CHARACTERS = 512
 """W3C Trace Context, 3.3.1.5: so many should be passed on."""
-
-_SAMPLED = 1
 
 
 class Parent(NamedTuple):
@@ -37,11 +33,13 @@ class Parent(NamedTuple):
 
     @property
     def sampled(self) -> bool:
-        """Its flag."""
-        return bool(int(self.trace.split("-")[3], 16) & _SAMPLED)
+        """Its flag, the lowest bit of the last two digits."""
+        return bool(int(self.trace.split("-")[3], 16) & 1)
 
 
-Operation: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
+Attributes: TypeAlias = tuple[tuple[str, str | float], ...]
+
+Operation: TypeAlias = tuple[str, Attributes]
 """The name of a span, and the attributes that say what was asked for."""
 
 
@@ -57,18 +55,12 @@ def grpc_operation(method: str) -> Operation:
     return method, (("rpc.system.name", "grpc"), ("rpc.method", method))
 
 
-class Batch(NamedTuple):
-    """A batch that a traced request was computed in. Seconds are on the monotonic clock."""
-
-    model: ModelKey
-    rows: int
-    computed_rows: int
-    """`rows` and the padding."""
-    reason: str
-    """Why it was cut."""
-    device_s: float | None
-    cut_s: float
-    answered_s: float
+def batch_attributes(rows: int, reason: str, result: BatchResult) -> Attributes:
+    """A batch of `rows` that was cut for `reason`."""
+    sizes = ("lenet.batch_rows", rows), ("lenet.computed_rows", result.computed_rows)
+    device_s = result.device_s
+    of_device = () if device_s is None else (("lenet.device_us", 1e6 * device_s),)
+    return *sizes, ("lenet.cut_reason", reason), *of_device
 
 
 class Ended(NamedTuple):
@@ -86,36 +78,34 @@ class Ended(NamedTuple):
     steps_s: tuple[float, ...] = ()
     """When decoding began, the request was queued, its first rows were cut, its last were answered
     and encoding began."""
+    batch: Attributes = ()
+    """None if there was no batch, or several."""
 
 
 class Traces:
-    """Samples requests and makes their `spans`.
+    """Samples requests, and hands them to `note`, which makes their spans.
 
     A request is sampled by its caller's flag, or without one if it is the next of `one_in` (0:
     never). One that ends with one of `FAULTS`, or takes longer than `slower_s`, always is. Beyond
     `MOST_A_SECOND` none is.
     """
 
-    def __init__(self, one_in: int, slower_s: float, spans: Spans) -> None:
+    def __init__(self, one_in: int, slower_s: float, note: Callable[[Ended], None]) -> None:
         self._one_in = self._left = one_in or math.inf
         self._slower_s = slower_s
-        self.spans = spans
+        self.note = note
         self._second_ends_s = 0.0
         self._left_in_second = 0
 
     def wants(self, parent: Parent | None, code: str, took_s: float) -> bool:
         """Whether a request is traced that ended with `code`, an error's or ""."""
-        return self._is_sampled(parent, code, took_s) and self._is_below_limit()
-
-    def _is_sampled(self, parent: Parent | None, code: str, took_s: float) -> bool:
-        if parent is None:
+        if parent is not None:
+            chosen = parent.sampled
+        else:
             self._left -= 1
-            if self._left <= 0:
+            if chosen := self._left <= 0:
                 self._left = self._one_in
-                return True
-        elif parent.sampled:
-            return True
-        return took_s > self._slower_s or code in FAULTS
+        return (chosen or took_s > self._slower_s or code in FAULTS) and self._is_below_limit()
 
     def _is_below_limit(self) -> bool:
         now_s = time.monotonic()

@@ -16,6 +16,7 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
+from lenet.backend import BatchResult
 from service.errors import GRPC_STATUS, STATUS, ExitCode
 from service.forms import open_inference_pb2 as pb
 from service.observe import spans
@@ -23,10 +24,10 @@ from service.observe.metrics import NO_MODEL
 from service.observe.traces import (
     FAULTS,
     MOST_A_SECOND,
-    Batch,
     Ended,
     Parent,
     Traces,
+    batch_attributes,
     grpc_operation,
     http_operation,
     parent_of,
@@ -124,7 +125,7 @@ STATUSES = {"http": STATUS | {"": 200}, "grpc": GRPC_STATUS | {"": "OK"}}
 STEPS_S = 1.001, 1.002, 1.004, 1.008, 1.016
 PREDICT = http_operation("POST", "/v1/models/{model}:predict", "/v1/models/lenet:predict")
 INFER = grpc_operation("a.B/C")
-BATCH = Batch(("lenet", "3"), 5, 8, "idle", 25e-6, 1.0, 2.0)
+BATCH = batch_attributes(5, "idle", BatchResult(None, 8, True, 25e-6))
 CALL = Ended("grpc", INFER, None, ("lenet", "1"), 1, "", 1.0, 2.0)
 
 
@@ -138,31 +139,34 @@ def exported(url):
     return spans.exported(url, "1.2", STATUSES, "https")
 
 
-def spans_of(*requests, batch=None):
+def spans_of(*requests):
     with collector() as found:
-        with exported(found.url) as made:
-            of = None if batch is None else made.batch(batch)
+        with exported(found.url) as note:
             for ended in requests:
-                made.request(ended, of)
+                note(ended)
         return found.spans  # those of the last export too
 
 
-def seconds(span):
-    """Its times on the monotonic clock."""
+def seconds(*times_ns):
+    """Of the monotonic clock."""
     clock_ns = time.time_ns() - time.monotonic_ns()
-    times_ns = span.start_time_unix_nano, span.end_time_unix_nano
     return [pytest.approx((ns - clock_ns) / 1e9, abs=1e-4) for ns in times_ns]
 
 
-def test_an_answer_has_a_span_one_for_each_stage_and_a_link_to_its_batch():
-    ended = Ended("http", PREDICT, SAMPLED, ("lenet", "3"), 2, "", 1.0, 1.032, STEPS_S)
-    batch, root, *stages = spans_of(ended, batch=BATCH)
-    assert (root.name, root.kind) == ("POST /v1/models/{model}:predict", OtlpSpan.SPAN_KIND_SERVER)
-    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, CALLER)
-    assert root.trace_state == "a=1"
-    assert root.status.code == Status.STATUS_CODE_UNSET
-    assert seconds(root) == [1.0, 1.032]
-    assert attributes(root) == {
+def events(span):
+    return [(event.name, event.time_unix_nano) for event in span.events]
+
+
+def test_an_answer_has_a_span_with_its_stages_and_its_batch():
+    (span,) = spans_of(
+        Ended("http", PREDICT, SAMPLED, ("lenet", "3"), 2, "", 1.0, 1.032, STEPS_S, BATCH)
+    )
+    assert (span.name, span.kind) == ("POST /v1/models/{model}:predict", OtlpSpan.SPAN_KIND_SERVER)
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, CALLER)
+    assert span.trace_state == "a=1"
+    assert span.status.code == Status.STATUS_CODE_UNSET
+    assert seconds(span.start_time_unix_nano, span.end_time_unix_nano) == [1.0, 1.032]
+    assert attributes(span) == {
         "http.request.method": "POST",
         "http.route": "/v1/models/{model}:predict",
         "url.path": "/v1/models/lenet:predict",
@@ -171,28 +175,14 @@ def test_an_answer_has_a_span_one_for_each_stage_and_a_link_to_its_batch():
         "lenet.model": "lenet",
         "lenet.model_version": "3",
         "lenet.rows": 2,
-    }
-    assert [(span.name, *seconds(span)) for span in stages] == [
-        ("decode", 1.001, 1.002),
-        ("queue", 1.002, 1.004),
-        ("compute", 1.004, 1.008),
-        ("encode", 1.016, 1.032),
-    ]
-    assert {span.parent_span_id for span in stages} == {root.span_id}
-    assert {span.trace_id for span in stages} == {root.trace_id}
-    links = {span.name: [(link.trace_id, link.span_id) for link in span.links] for span in stages}
-    assert links.pop("compute") == [(batch.trace_id, batch.span_id)]
-    assert not any(links.values())
-    assert (batch.name, batch.parent_span_id, seconds(batch)) == ("batch", b"", [1.0, 2.0])
-    assert batch.trace_id != root.trace_id
-    assert attributes(batch) == {
-        "lenet.model": "lenet",
-        "lenet.model_version": "3",
-        "lenet.rows": 5,
+        "lenet.batch_rows": 5,
         "lenet.computed_rows": 8,
         "lenet.cut_reason": "idle",
         "lenet.device_us": 25.0,
     }
+    names, times_ns = zip(*events(span), strict=True)
+    assert names == ("decode", "queue", "compute", "computed", "encode")
+    assert seconds(*times_ns) == [1.001, 1.002, 1.004, 1.008, 1.016]
 
 
 @pytest.mark.parametrize(
@@ -239,8 +229,8 @@ def test_the_variables_of_opentelemetry_are_heeded(monkeypatch, tmp_path):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "digits")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=no,deployment.environment.name=t")
     with collector() as found:
-        with exported(found.url) as made:
-            made.request(CALL, None)
+        with exported(found.url) as note:
+            note(CALL)
         (resource,) = found.resources
     assert (resource["service.name"], resource["service.version"]) == ("digits", "1.2")
     assert resource["deployment.environment.name"] == "t"
@@ -255,8 +245,8 @@ def test_a_number_that_is_none_is_one_log_line_and_the_default(
     monkeypatch, caplog, name, text, logged
 ):
     monkeypatch.setenv(f"OTEL_BSP_{name}", text)
-    with collector() as found, exported(found.url) as made:
-        made.request(CALL, None)
+    with collector() as found, exported(found.url) as note:
+        note(CALL)
         found.wait_for(1, "a.B/C")
     expected = f"OTEL_BSP_{name} is {text!r}, expected a whole number from 1 to 2147483647: "
     assert [message.startswith(expected) for message in caplog.messages] == [True] * logged
@@ -268,8 +258,8 @@ def test_a_number_that_is_none_is_one_log_line_and_the_default(
 def test_the_collectors_key_goes_nowhere_else(monkeypatch, caplog, header):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)
     with collector() as elsewhere, collector(moved_to=elsewhere.url) as found:
-        with exported(found.url) as made:
-            made.request(CALL, None)
+        with exported(found.url) as note:
+            note(CALL)
         assert not elsewhere.headers
     assert "s3cr3t" not in caplog.text
     assert "InvalidHeader" in caplog.text or "%0A" not in header
@@ -286,9 +276,9 @@ def test_a_clients_tracestate_is_not_logged(caplog):
 
 def test_a_collector_that_refuses_is_one_log_line(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    with collector(status=400) as found, exported(found.url) as made:
+    with collector(status=400) as found, exported(found.url) as note:
         for number in range(3):
-            made.request(CALL, None)
+            note(CALL)
             found.wait_for(number + 1, "a.B/C")
     (record,) = caplog.records
     assert record.getMessage() == "Failed to export spans batch code: 400, reason: Bad Request"
@@ -296,8 +286,8 @@ def test_a_collector_that_refuses_is_one_log_line(monkeypatch, caplog):
 
 def test_retries_are_not_logged_and_their_end_is_with_the_reason(monkeypatch, caplog):
     monkeypatch.setattr("random.uniform", lambda *_: 0.0)  # tried again at once
-    with collector(status=503) as found, exported(found.url) as made:
-        made.request(CALL, None)
+    with collector(status=503) as found, exported(found.url) as note:
+        note(CALL)
         found.wait_for(6, "a.B/C")
     (message,) = caplog.messages
     assert message.startswith("Failed to export spans batch due to timeout, max retries")
@@ -311,16 +301,16 @@ def test_a_full_queue_is_one_log_line(monkeypatch, caplog):
     go_on = Event()
     exporter = spans.trace_exporter.OTLPSpanExporter
     monkeypatch.setattr(exporter, "export", lambda *_: go_on.wait(PATIENCE_S))
-    with exported("http://127.0.0.1:9/") as made:
+    with exported("http://127.0.0.1:9/") as note:
         for _ in range(20):
-            made.request(CALL, None)
+            note(CALL)
         go_on.set()
     assert caplog.messages == ["Queue full, dropping Span."]
 
 
 def test_an_answer_without_end_is_not_read():
-    with collector(endless=True) as found, exported(found.url) as made:
-        made.request(CALL, None)
+    with collector(endless=True) as found, exported(found.url) as note:
+        note(CALL)
     assert found.spans
     assert found.taken_bytes < ENDLESS_BYTES / 2  # what the kernel's buffers take
 
@@ -328,8 +318,8 @@ def test_an_answer_without_end_is_not_read():
 def test_a_collector_that_does_not_answer_keeps_no_stop_up(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        with exported(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces") as made:
-            made.request(CALL, None)
+        with exported(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces") as note:
+            note(CALL)
             began_s = time.monotonic()
         assert time.monotonic() - began_s < 15  # the SDK alone waits for 30
 
@@ -396,7 +386,6 @@ def test_spans_arrive_of_both_protocols(start):
         https = found.wait_for(4, "POST /predict")
         calls = found.wait_for(2, f"{path[1:]}/ModelInfer")
         streamed = found.wait_for(2, f"{path[1:]}/ModelStreamInfer")
-        batches = {span.span_id: span for span in found.wait_for(5, "batch")}
         time.sleep(1.2)  # what came too often would be here
         assert len(found.called("POST /predict")) == 4
         of_caller = [span for span in https + calls if span.parent_span_id]
@@ -408,17 +397,12 @@ def test_spans_arrive_of_both_protocols(start):
             "NOT_FOUND",
         }
         for span in (*https, *streamed):
-            children = found.children(span)
-            assert list(children) == ["decode", "queue", "compute", "encode"]
-            (link,) = children["compute"].links
-            assert attributes(batches[link.span_id])["lenet.model"] == "lenet"
+            assert attributes(span)["lenet.batch_rows"] >= 1
+            names, times_ns = zip(*events(span), strict=True)
+            assert names == ("decode", "queue", "compute", "computed", "encode")
+            of_span = span.start_time_unix_nano, *times_ns, span.end_time_unix_nano
+            assert list(of_span) == sorted(of_span), "each stage lies within its request"
             assert abs(span.start_time_unix_nano - time.time_ns()) < 60e9
-        # From the clock readings of the answer: each stage lies within its request.
-        for parent in https:
-            for child in found.children(parent).values():
-                assert parent.start_time_unix_nano <= child.start_time_unix_nano
-                assert child.start_time_unix_nano <= child.end_time_unix_nano
-                assert child.end_time_unix_nano <= parent.end_time_unix_nano
         resource = found.resources[0]
         assert resource["service.name"] == "lenet-serve"
         assert "opentelemetry" not in service.log.lower()
@@ -433,10 +417,11 @@ def test_explanations_have_spans_without_a_batch(start):
         assert connection.getresponse().status == 200
         connection.close()
         (span,) = found.wait_for(1, "POST /explain")
-        assert not found.children(span)["compute"].links
+        assert len(events(span)) == 5
+        assert "lenet.batch_rows" not in attributes(span)
 
 
-def test_requests_that_were_computed_together_link_to_one_batch(start):
+def test_requests_that_were_computed_together_say_how_many_rows_their_batch_had(start):
     with collector() as found:
         arguments = ("--traces-endpoint", found.url, "--traces-one-in", "1")
         service = start(*arguments, "--max-wait-us", "500000").ready()
@@ -446,7 +431,4 @@ def test_requests_that_were_computed_together_link_to_one_batch(start):
         for caller in callers:
             caller.join()
         spans = found.wait_for(2, "POST /predict")
-        links = [found.children(span)["compute"].links[0].span_id for span in spans]
-        (batch,) = found.wait_for(1, "batch")
-        assert links == [batch.span_id] * 2
-        assert attributes(batch)["lenet.rows"] == 2
+        assert [attributes(span)["lenet.batch_rows"] for span in spans] == [2, 2]

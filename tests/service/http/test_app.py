@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import orjson
 import pytest
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,7 +26,6 @@ from service.api.schemas import InfoResponse, PredictResponse
 from service.errors import STATUS
 from service.forms.body import ACCEPTED
 from service.observe.metrics import Metrics
-from service.observe.spans import Spans
 from service.transport.refusal import Refusal
 from tests.conftest import draw_weights
 from tests.documented import documented
@@ -236,7 +236,7 @@ async def test_a_request_that_cannot_be_traced_is_answered_and_counted_once(
     def fail(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(Spans, "request", fail)
+    monkeypatch.setattr(BatchSpanProcessor, "on_end", fail)
     nowhere = {"traces_endpoint": "http://127.0.0.1:9/v1/traces", "traces_one_in": 1}
     async with open_app(**nowhere) as served:
         assert (await served.client.post("/predict", json={"images": list(one)})).status_code == 200
