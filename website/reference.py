@@ -55,7 +55,7 @@ def settings() -> str:
 def metrics() -> str:
     """Metrics, in the order of /metrics."""
     registry = CollectorRegistry()
-    Metrics(registry).certificate_read(0.0)  # without TLS its series is not there
+    Metrics(registry)
     rows = []
     series = registered()
     for family in registry.collect():

@@ -1,7 +1,8 @@
 """What happens, counted in plain numbers, and their exposition by prometheus_client.
 
-A request or a batch pays for additions in Python. Once a second, and before each exposition, the
-numbers are copied, and written to a file where several workers share theirs: see `workers`.
+A request or a batch pays for additions in Python. Once a second, and before each exposition, they
+are added to a new copy of the numbers. A thread writes it to a file where several workers share
+theirs: see `workers`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import operator
+import threading
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, product
@@ -20,13 +23,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, core, generate_latest
 from prometheus_client.registry import Collector
 
 from lenet import distribution_version
@@ -38,7 +35,7 @@ from service.observe.series import (
     Family,
     Labels,
     Numbers,
-    copied,
+    added,
     merged,
 )
 from service.observe.workers import WorkerFile
@@ -47,8 +44,8 @@ _log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 1.0
 _COUNTED_TOGETHER = 128
-"""Requests that are counted at once, in 23 us: 0.21 us each, instead of 0.53 one by one (one core
-of an AMD EPYC, 2026-11-24). 1,024 held the event loop for 0.4 ms."""
+"""Requests that are counted at once, in 28 us: 0.25 us each, instead of 0.53 one by one (one core
+of an AMD EPYC, 2026-11-26). 1,024 held the event loop for 0.4 ms."""
 
 Transport: TypeAlias = Literal["http", "grpc"]
 Stage: TypeAlias = Literal["decode", "queue", "compute", "encode"]
@@ -82,13 +79,6 @@ _TIMES = len(get_args(Stage)) + 1
 _FIRST_BINS = _STAGE_BINS * np.arange(_TIMES)
 _POWERS = tuple(str(1 << exponent) for exponent in range(32))
 
-_PER_VERSION = (
-    *("lenet_queue_rows", "lenet_queue_limit_rows", "lenet_contexts", "lenet_contexts_busy"),
-    *("lenet_device_bytes", "lenet_workspace_bytes", "lenet_golden_error"),
-    "lenet_golden_tolerance",
-)
-_OF_PROCESS = ("process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds")
-
 
 @dataclass(slots=True)
 class Totals:
@@ -111,30 +101,29 @@ class Totals:
 class _Predictions:
     """Predicted requests of a model over a protocol since the last flush."""
 
-    __slots__ = ("_bins", "_seconds", "times_s")
+    __slots__ = ("times_s", "values")
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
         """Times of the requests that are not counted yet, `_TIMES` for each."""
-        self._bins = np.zeros((_TIMES, _STAGE_BINS), np.int64)
-        self._seconds = np.zeros(_TIMES)
+        self.values = np.zeros((_TIMES, _STAGE_BINS + 1))
+        """Histograms of the others."""
 
     def count(self) -> None:
         """Count the requests that are not counted yet."""
         times_s = np.array(self.times_s).reshape(-1, _TIMES)
         self.times_s.clear()
         bins = _STAGE_BOUNDS.searchsorted(times_s) + _FIRST_BINS
-        self._bins += np.bincount(bins.ravel(), minlength=self._bins.size).reshape(_TIMES, -1)
-        self._seconds += times_s.sum(axis=0)
-
-    def take(self) -> tuple[list[list[int]], list[float]]:
-        """Requests between the bounds, and seconds: for each stage, then for their total."""
-        self.count()
-        return self._bins.tolist(), self._seconds.tolist()
+        counts = np.bincount(bins.ravel(), minlength=_TIMES * _STAGE_BINS)
+        self.values[:, :-1] += counts.reshape(_TIMES, -1)
+        self.values[:, -1] += np.where(np.isfinite(times_s), times_s, 0).sum(axis=0)
 
 
 class _Series(dict[Labels, list[float]]):
-    """The numbers of a metric by the values of its labels, 0 before the first event."""
+    """What was added to a counter or histogram since the last flush, by the values of its labels.
+
+    One without labels is shown before its first event.
+    """
 
     def __init__(self, family: Family) -> None:
         super().__init__() if family.labels else super().__init__({(): family.zero})
@@ -147,7 +136,11 @@ class _Series(dict[Labels, list[float]]):
     def add(self, amount: float, *labels: str) -> None:
         """Count `amount` more; one that is not finite would stay in the total for ever."""
         if math.isfinite(amount):
-            self[labels][0] += amount
+            self[labels][-1] += amount
+
+    def add_all(self, values: Iterable[float], *labels: str) -> None:
+        """Add a histogram."""
+        self[labels] = list(map(operator.add, self[labels], values))
 
     def observe(self, value: float, *labels: str) -> None:
         """Count an event."""
@@ -168,31 +161,28 @@ class Metrics(Collector):
     def __init__(self, registry: CollectorRegistry, folder: Path | None = None) -> None:
         self._registry = registry
         self._file = None if folder is None else WorkerFile(folder)
+        self._writing = threading.Lock()
         self._process = ProcessCollector(registry=registry if folder is None else None)
-        registry.register(self)
         self._alone = False  # with files that could not be read, which is reported
-        of_process = _OF_PROCESS if folder is None else ()
-        hidden = {*of_process, "lenet_certificate_end_timestamp_seconds"}
-        self._series = {
-            name: _Series(family) for name, family in FAMILIES.items() if name not in hidden
-        }
-        series = self._series
-        self._requests = series["lenet_requests"]
+        own = [family for family in FAMILIES.values() if family.name.startswith("lenet_")]
+        self._numbers: Numbers = {family.name: {} for family in own}
+        """As of the last flush, never changed, but replaced: a thread may read it."""
+        self._series = {family.name: _Series(family) for family in own if family.kind != "gauge"}
+        self._gauges: Numbers = {family.name: {} for family in own if family.kind == "gauge"}
+        self._requests = self._series["lenet_requests"]
         self._predictions: dict[tuple[Transport, ModelKey], _Predictions]
         self._predictions = defaultdict(_Predictions)
-        self._loads: dict[ModelKey, Callable[[], Load]] = {}
-        self._loaded: dict[ModelKey, Labels] = {}  # of lenet_model_info
+        self._loaded: dict[ModelKey, tuple[str, Callable[[], Load]]] = {}
         self._in_flight_bytes: Callable[[], int] = lambda: 0
-        series["lenet_build_info"][distribution_version(),] = [1]
-        series["lenet_workers"][()] = [1]
+        self._gauges["lenet_build_info"][distribution_version(),] = [1]
+        self._gauges["lenet_workers"][()] = [1]
         self._requests.show(*((label,) for label in NO_MODEL), get_args(Transport), _ALERTED)
-        series["lenet_request_duration_seconds"].show(get_args(Transport))
-        series["lenet_stage_duration_seconds"].show(get_args(Stage))
-        series["lenet_device_losses"].show(get_args(LossReason))
-        series["lenet_decoder_ends"].show(get_args(DecoderEnd))
-        series["lenet_rows_dropped"].show(get_args(DropReason))
-        self._own = copied(dict(series))
-        """The copy of the last flush."""
+        self._series["lenet_request_duration_seconds"].show(get_args(Transport))
+        self._series["lenet_stage_duration_seconds"].show(get_args(Stage))
+        self._series["lenet_device_losses"].show(get_args(LossReason))
+        self._series["lenet_decoder_ends"].show(get_args(DecoderEnd))
+        self._series["lenet_rows_dropped"].show(get_args(DropReason))
+        registry.register(self)
 
     def request_done(self, model: ModelKey, protocol: Transport, outcome: str) -> None:
         """Count an answer: `outcome` is ok or the code of a `ServiceError`."""
@@ -201,9 +191,8 @@ class Metrics(Collector):
     def predicted(self, protocol: Transport, model: ModelKey, times_s: tuple[float, ...]) -> None:
         """A request was answered: seconds of decode, queue, compute and encode, and in all."""
         predictions = self._predictions[protocol, model]
-        times = predictions.times_s
-        times += times_s
-        if len(times) >= _COUNTED_TOGETHER * _TIMES:
+        predictions.times_s += times_s
+        if len(predictions.times_s) >= _COUNTED_TOGETHER * _TIMES:
             predictions.count()
 
     def explained(self, seconds: float) -> None:
@@ -248,25 +237,16 @@ class Metrics(Collector):
 
     def started(self, phase: str, seconds: float) -> None:
         """A phase of the start took `seconds`."""
-        self._series["lenet_start_phase_seconds"][phase,] = [seconds]
+        self._gauges["lenet_start_phase_seconds"][phase,] = [seconds]
         self.flush()
 
     def model_loaded(
-        self,
-        model: ModelKey,
-        sha256: str,
-        *,
-        contexts: int,
-        queue_limit_rows: int,
-        golden_error: float,
-        golden_tolerance: float,
-        device_bytes: int,
-        workspace_bytes: int,
-        load: Callable[[], Load],
+        self, model: ModelKey, sha256: str, *, load: Callable[[], Load], **gauges: float
     ) -> None:
-        """A version is served from now on, on `contexts` contexts, with so much memory in all.
+        """A version is served from now on.
 
-        `load` is asked at each flush until it is unloaded.
+        `gauges`: its numbers, by the names of their metrics without `lenet_`. `load` is asked at
+        each flush until it is unloaded.
         """
         series, (name, version) = self._series, model
         each = ((name,), (version,))
@@ -275,28 +255,19 @@ class Metrics(Collector):
         series["lenet_batches"].show(*each, get_args(CutReason))
         series["lenet_graph_replays"].show(*each, ("hit", "miss"))
         series["lenet_stage_seconds"].show(*each, (*get_args(Stage), _TOTAL))
-        for shown in ("images", "last_prediction_timestamp_seconds", "padding_rows"):
-            series[f"lenet_{shown}"].show(*each)
-        series["lenet_contexts"][model] = [contexts]
-        series["lenet_queue_limit_rows"][model] = [queue_limit_rows]
-        series["lenet_golden_error"][model] = [golden_error]
-        series["lenet_golden_tolerance"][model] = [golden_tolerance]
-        series["lenet_device_bytes"][model] = [device_bytes]
-        series["lenet_workspace_bytes"][model] = [workspace_bytes]
-        if (former := self._loaded.pop(model, None)) is not None:  # another file of the version
-            del series["lenet_model_info"][former]
-        self._loads[model] = load
-        self._loaded[model] = labels = (*model, sha256)
-        series["lenet_model_info"][labels] = [1]
-        self.flush()
+        series["lenet_images"].show(*each)
+        series["lenet_padding_rows"].show(*each)
+        self._gauges["lenet_last_prediction_timestamp_seconds"].setdefault(model, [0])
+        for gauge, value in gauges.items():
+            self._gauges[f"lenet_{gauge}"][model] = [value]
+        self._loaded[model] = sha256, load
 
     def model_unloaded(self, model: ModelKey) -> None:
         """A version is not served any more. What it did stays counted."""
-        del self._loads[model]
-        del self._series["lenet_model_info"][self._loaded.pop(model)]
-        for name in _PER_VERSION:
-            self._series[name].pop(model, None)
-        self.flush()
+        del self._loaded[model]
+        for name, gauge in self._gauges.items():
+            if not FAMILIES[name].lasts:
+                gauge.pop(model, None)
 
     def reloaded(self, model: str, outcome: ReloadOutcome) -> None:
         """Count a reload of a model."""
@@ -305,9 +276,7 @@ class Metrics(Collector):
 
     def certificate_read(self, ends_s: float) -> None:
         """The certificate that is served from now on ends at `ends_s`, as `time.time()`."""
-        family = FAMILIES["lenet_certificate_end_timestamp_seconds"]
-        self._series.setdefault(family.name, _Series(family))[()] = [ends_s]
-        self.flush()
+        self._gauges["lenet_certificate_end_timestamp_seconds"][()] = [ends_s]
 
     def device_lost(self, reason: LossReason) -> None:
         """Count the loss that ends this process, and flush."""
@@ -319,38 +288,55 @@ class Metrics(Collector):
         self._in_flight_bytes = in_flight_bytes
 
     def flush(self) -> None:
-        """Copy everything that happened so far, for expositions of this and the other workers."""
-        series = self._series
-        series["lenet_in_flight_bytes"][()] = [self._in_flight_bytes()]
-        for (protocol, model), predictions in self._predictions.items():
-            self._add_predictions(protocol, model, predictions)
-        self._predictions.clear()
-        for model, load in self._loads.items():
-            waiting_rows, busy = load()
-            series["lenet_queue_rows"][model] = [waiting_rows]
-            series["lenet_contexts_busy"][model] = [busy]
-        if self._file is not None:  # prometheus_client's own do not add up over processes
-            for metric in self._process.collect():
-                if metric.name in _OF_PROCESS:
-                    series[metric.name][()] = [metric.samples[0].value]
-        self._own = copied(dict(series))
-        if self._file is not None:
-            self._file.write(self._own)
+        """Show everything that happened so far in expositions of this and the other workers."""
+        self._take()
+        self._share()
 
-    def _add_predictions(
-        self, protocol: Transport, model: ModelKey, predictions: _Predictions
-    ) -> None:
-        (*bins, total_bins), (*seconds, total_s) = predictions.take()
-        self._requests[*model, protocol, "ok"][0] += sum(total_bins)
-        series = self._series
-        series["lenet_last_prediction_timestamp_seconds"][model] = [time.time()]
-        for stage, stage_bins, stage_s in zip(get_args(Stage), bins, seconds, strict=True):
-            _add(series["lenet_stage_duration_seconds"][stage,], stage_bins, stage_s)
-            series["lenet_stage_seconds"].add(stage_s, *model, stage)
-        first = len(BELOW_S) + 1
-        request_bins = [sum(total_bins[:first]), *total_bins[first:]]
-        _add(series["lenet_request_duration_seconds"][protocol,], request_bins, total_s)
-        series["lenet_stage_seconds"].add(total_s, *model, _TOTAL)
+    def _take(self) -> None:
+        """Add everything that happened to a new copy of the numbers."""
+        self._take_predictions()
+        gauges = self._gauges
+        for name in ("lenet_model_info", "lenet_queue_rows", "lenet_contexts_busy"):
+            gauges[name] = {}
+        for model, (sha256, load) in self._loaded.items():
+            gauges["lenet_model_info"][*model, sha256] = [1]
+            rows, busy = load()
+            gauges["lenet_queue_rows"][model] = [rows]
+            gauges["lenet_contexts_busy"][model] = [busy]
+        gauges["lenet_in_flight_bytes"][()] = [self._in_flight_bytes()]
+        numbers = self._numbers | {name: dict(gauge) for name, gauge in gauges.items()}
+        for name, series in self._series.items():
+            if series:
+                numbers[name] = added(numbers[name], series)
+                series.clear()
+        self._numbers = numbers
+
+    def _share(self) -> Numbers:
+        """Write the numbers to this worker's file, for the others. Any thread may call it."""
+        if self._file is None:
+            return self._numbers
+        with self._writing:  # prometheus_client's own do not add up over processes
+            numbers = dict(self._numbers)
+            for metric in self._process.collect():
+                if metric.name in FAMILIES:
+                    numbers[metric.name] = {(): [metric.samples[0].value]}
+            self._file.write(numbers)
+        return numbers
+
+    def _take_predictions(self) -> None:
+        series, first = self._series, len(BELOW_S) + 1
+        for (protocol, model), predictions in self._predictions.items():
+            predictions.count()
+            *stages, total = predictions.values.tolist()
+            self._gauges["lenet_last_prediction_timestamp_seconds"][model] = [time.time()]
+            self._requests[*model, protocol, "ok"][0] += int(sum(total[:-1]))
+            request = [sum(total[:first]), *total[first:]]
+            series["lenet_request_duration_seconds"].add_all(request, protocol)
+            series["lenet_stage_seconds"].add(total[-1], *model, _TOTAL)
+            for stage, values in zip(get_args(Stage), stages, strict=True):
+                series["lenet_stage_duration_seconds"].add_all(values, stage)
+                series["lenet_stage_seconds"].add(values[-1], *model, stage)
+        self._predictions.clear()
 
     @contextmanager
     def flushed_regularly(self) -> Iterator[None]:
@@ -363,7 +349,9 @@ class Metrics(Collector):
             while True:
                 await asyncio.sleep(FLUSH_INTERVAL_S)
                 try:
-                    self.flush()
+                    self._take()
+                    if self._file is not None:
+                        await asyncio.to_thread(self._share)
                 except Exception:  # noqa: BLE001 - the top of a task: the next flush may work
                     _log.exception("metrics were not flushed, next try in %g s", FLUSH_INTERVAL_S)
 
@@ -376,11 +364,11 @@ class Metrics(Collector):
 
     async def totals(self) -> dict[ModelKey, Totals]:
         """Totals of each version since the start, over all workers."""
-        self.flush()
+        self._take()
         return await asyncio.to_thread(self._totals)
 
     def _totals(self) -> dict[ModelKey, Totals]:
-        numbers = self._numbers()
+        numbers = self._merged()
         found: dict[ModelKey, Totals] = defaultdict(Totals)
         for (name, version, _, outcome), (count,) in numbers["lenet_requests"].items():
             of = found[name, version]
@@ -403,19 +391,20 @@ class Metrics(Collector):
 
     async def exposition(self) -> bytes:
         """All metrics in the Prometheus text format, of all workers where there are several."""
-        self.flush()
+        self._take()
         return await asyncio.to_thread(generate_latest, self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as of the last flush."""
-        numbers = self._numbers()
+        numbers = self._merged()
         return (_metric(FAMILIES[name], numbers[name]) for name in FAMILIES if name in numbers)
 
-    def _numbers(self) -> Numbers:
+    def _merged(self) -> Numbers:
         """The numbers of all workers; of this one alone if the others' cannot be read."""
+        own = self._share()
         if self._file is not None:
             try:
-                return merged([self._own, *self._file.others()])
+                return merged([own, *self._file.others()])
             except (OSError, ValueError, TypeError) as exc:
                 # The files are gone, or not what this program left there.
                 if not self._alone:
@@ -425,24 +414,17 @@ class Metrics(Collector):
                         "the worker that answers until they can be",
                         *(type(exc).__name__, exc),
                     )
-        return self._own
-
-
-def _add(values: list[float], bins: list[int], total: float) -> None:
-    for index, count in enumerate(bins):
-        values[index] += count
-    if math.isfinite(total):
-        values[-1] += total
+        return own
 
 
 def _metric(family: Family, series: dict[Labels, list[float]]) -> Metric:
     if family.kind == "histogram":
-        histogram = HistogramMetricFamily(family.name, family.help_text, labels=family.labels)
+        histogram = core.HistogramMetricFamily(family.name, family.help_text, labels=family.labels)
         bounds = [f"{bound}" for bound in family.bounds] + ["+Inf"]
         for labels, (*counts, total) in series.items():
             histogram.add_metric(labels, list(zip(bounds, accumulate(counts), strict=True)), total)
         return histogram
-    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    kind = core.CounterMetricFamily if family.kind == "counter" else core.GaugeMetricFamily
     metric = kind(family.name, family.help_text, labels=family.labels)
     for labels, (value,) in series.items():
         metric.add_metric(labels, value)

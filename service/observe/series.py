@@ -6,15 +6,19 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TypeAlias
 
 import orjson
 
 Labels: TypeAlias = tuple[str, ...]
 
-Numbers: TypeAlias = dict[str, dict[Labels, list[float]]]
-"""By the name of the metric, then by the values of its labels: the number; of a histogram the
-events between each two bounds, then the sum of their values."""
+Series: TypeAlias = dict[Labels, list[float]]
+"""By the values of the labels: the number; of a histogram the events between each two bounds, then
+the sum of their values."""
+
+Numbers: TypeAlias = dict[str, Series]
+"""By the name of the metric."""
 
 _UNIT = 2.0**-24
 
@@ -165,21 +169,17 @@ FAMILIES = {family.name: family for family in _families()}
 """By name, in the order of `/metrics`. A counter's samples end in `_total`."""
 
 
-def copied(numbers: Numbers) -> Numbers:
-    """A copy. Sums become multiples of 2^-24: up to 2^29 these add up exactly, in any order.
+def added(before: Series, more: Series) -> Series:
+    """Counters or histograms of a family, with what happened since: `before` stays as it is.
 
-    A total of several workers that became smaller by its last bit, as their files are read in
-    another order, would be a reset of the counter for Prometheus.
+    Sums become multiples of 2^-24: up to 2^29 these add up exactly, in any order. A total of
+    several workers that became smaller by its last bit, as their files are read in another order,
+    would be a reset of the counter for Prometheus.
     """
-    found: Numbers = {}
-    for name, series in numbers.items():
-        if FAMILIES[name].kind == "gauge":
-            found[name] = {labels: list(values) for labels, values in series.items()}
-        else:
-            found[name] = {
-                labels: [*values[:-1], round(values[-1] / _UNIT) * _UNIT]
-                for labels, values in series.items()
-            }
+    found = {**before}
+    for labels, values in more.items():
+        *counts, total = map(operator.add, before.get(labels, repeat(0)), values)
+        found[labels] = [*counts, round(total / _UNIT) * _UNIT]
     return found
 
 
@@ -195,25 +195,21 @@ def merged(several: Iterable[Numbers]) -> Numbers:
     return total
 
 
-def lasting(numbers: Numbers) -> Numbers:
-    """What stays when its worker has ended."""
-    return {name: series for name, series in numbers.items() if FAMILIES[name].lasts}
-
-
 def encoded(numbers: Numbers) -> bytes:
     """The numbers as JSON."""
     return orjson.dumps({name: list(series.items()) for name, series in numbers.items()})
 
 
 def decoded(data: bytes) -> Numbers:
-    """The opposite of `encoded`.
+    """The opposite of `encoded`, without metrics that this program does not have.
 
     Raises:
         ValueError: it is not JSON.
         TypeError: something is not a number. NaN, which JSON does not have, is null.
     """
-    found = orjson.loads(data)
-    for name in found:
-        for _, values in found[name]:
+    read = orjson.loads(data)
+    found = {name: {tuple(labels): one for labels, one in read[name]} for name in read}
+    for series in found.values():
+        for values in series.values():
             sum(values)  # raises TypeError
-    return {name: {tuple(labels): one for labels, one in found[name]} for name in found}
+    return {name: series for name, series in found.items() if name in FAMILIES}

@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-from service.observe.series import DEATHS, Numbers, decoded, encoded, lasting, merged
+from service.observe.series import DEATHS, FAMILIES, Numbers, decoded, encoded, merged
 
 _log = logging.getLogger(__name__)
 
@@ -31,14 +31,19 @@ class WorkerFile:
         # A process id may come back; the name must not.
         self._path = folder / f"{os.getpid()}-{time.monotonic_ns()}{_LIVE}"
         self._reported = False
+        self._written: Numbers | None = None
 
     def write(self, numbers: Numbers) -> None:
-        """Replace it, or remove it and say once that this failed.
+        """Replace it if they have changed, or remove it and say once that this failed.
 
         Its old numbers would make counters go up and down, as one worker or another is scraped.
         """
+        if numbers == self._written:
+            return
+        self._written = None
         try:
             _replace(self._path, encoded(numbers))
+            self._written = numbers
         except (OSError, TypeError) as exc:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -121,15 +126,14 @@ def _report_lost(name: str, exc: Exception) -> None:
 
 
 def _of_dead(numbers: Numbers) -> Numbers:
-    return merged([lasting(numbers), {DEATHS: {(): [1]}}])
+    lasting = {name: series for name, series in numbers.items() if FAMILIES[name].lasts}
+    return merged([lasting, {DEATHS: {(): [1]}}])
 
 
 def _read_dead(folder: Path) -> tuple[list[str], Numbers]:
     try:
         names, _, content = (folder / _SUM).read_bytes().partition(b"\n")
     except FileNotFoundError:
-        if not folder.is_dir():
-            raise
         return [], {}
     return names.decode().split(), decoded(content)
 

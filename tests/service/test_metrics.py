@@ -147,6 +147,7 @@ def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
     load(metrics, ("mlp", "8"))
     metrics.batch_ended(MLP, 48, "full", 0.5, result(48))
     metrics.predicted("http", MLP, TIMES_S)
+    assert value("lenet_contexts", OF_MLP) == 2
     metrics.model_unloaded(MLP)
     gauges = (
         "queue_rows",
@@ -213,6 +214,18 @@ def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
             ("lenet_sized_batch_seconds_total", "4"): 0.5,
             ("lenet_last_prediction_timestamp_seconds",): pytest.approx(time.time(), abs=60),
         }
+
+
+def test_an_exposition_shows_one_moment(metrics):
+    shown = []
+    for seconds in (1.0, 2.0):
+        metrics.explained(seconds)
+        metrics.started("weights", seconds)
+        shown.append(metrics.collect())
+    for total_s, families in zip((1.0, 3.0), shown, strict=True):
+        found = {one.name: one.value for family in families for one in family.samples}
+        assert found["lenet_explanation_duration_seconds_sum"] == total_s
+        assert found["lenet_start_phase_seconds"] == (total_s + 1) // 2
 
 
 async def test_the_totals_are_those_of_each_model(metrics):

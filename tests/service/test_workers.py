@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from threading import current_thread, main_thread
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from lenet.backend import BatchResult
@@ -15,6 +16,7 @@ from service.observe.metrics import Metrics
 from service.observe.workers import fold
 from service.process import shared_folder as folders
 from service.process.shared_folder import FILE_BYTES, shared_folder
+from tests.service.http.doors import until
 
 MODEL = "lenet", "1"
 DEATHS = ("lenet_worker_deaths_total",)
@@ -43,6 +45,7 @@ def load(metrics, model=MODEL, sha256="ab", rows=10):
     numbers = {"contexts": 2, "golden_error": 1e-7, "device_bytes": 10, "workspace_bytes": 1}
     numbers |= {"queue_limit_rows": 10 * rows, "golden_tolerance": 1e-4}
     metrics.model_loaded(model, sha256, load=lambda: (rows, 1), **numbers)
+    metrics.flush()
 
 
 def predict(metrics, count=1, model=MODEL):
@@ -270,6 +273,45 @@ def test_files_that_cannot_be_read_are_one_warning_and_the_workers_own_numbers(
         assert scrape(asking)[OK] == 5
     (message,) = [one for one in caplog.messages if "cannot be read" in one]
     assert "/metrics shows only the worker that answers" in message
+
+
+def test_a_metric_of_a_foreign_file_that_is_unknown_is_skipped(worker, tmp_path, caplog):
+    asking = worker(1)
+    (tmp_path / "2-0.json").write_bytes(b'{"lenet_later":[[["a"],[1]]],"lenet_workers":[[[],[1]]]}')
+    predict(worker(3), 5)
+    assert (scrape(asking)[OK], scrape(asking)["lenet_workers",]) == (5, 3)
+    for pid in (2, 3):
+        fold(tmp_path, pid)
+    found = scrape(asking)
+    assert (found[OK], found[DEATHS], found["lenet_workers",]) == (5, 2, 1)
+    assert not caplog.records
+
+
+def test_a_file_is_written_when_its_numbers_have_changed(worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(ProcessCollector, "collect", lambda _: [])  # its CPU time may change
+    one = worker(1)
+    written, write = [], Path.write_bytes
+    monkeypatch.setattr(
+        Path, "write_bytes", lambda path, data: (written.append(path), write(path, data))
+    )
+    for count, files_written in ((0, 0), (1, 1), (0, 1), (2, 2), (0, 2)):
+        predict(one, count)
+        assert len(written) == files_written
+
+
+async def test_the_file_is_written_off_the_event_loop(worker, monkeypatch):
+    one = worker(1)
+    threads, write = [], Path.write_bytes
+    monkeypatch.setattr(
+        Path, "write_bytes", lambda *of: (threads.append(current_thread()), write(*of))
+    )
+    monkeypatch.setattr("service.observe.metrics.FLUSH_INTERVAL_S", 0.001)
+    with one.flushed_regularly():
+        one.explained(0.1)
+        await until(lambda: threads)
+        one.explained(0.1)
+        await one.exposition()
+        assert main_thread() not in threads
 
 
 def test_a_worker_that_cannot_write_its_file_removes_it_until_it_can(worker, monkeypatch, caplog):
