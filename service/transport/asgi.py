@@ -32,9 +32,9 @@ class AsgiExchange(Exchange):
         """Have it answered when its time has come."""
         self._body: list[bytes] = []
         self._arrived = asyncio.Event()  # a piece of the body, its end, or the client's
-        self.writer.run(self)
+        self.writer.run(self, self._start)
 
-    def start(self, ended: Callable[[], None] = lambda: None) -> None:
+    def _start(self, ended: Callable[[], None]) -> None:
         """Run the application, and call `ended` then."""
         self.may_give_way = False
         peer = self.writer.peer

@@ -20,13 +20,8 @@ from service.transport.head import FastRoutes, Head
 from service.transport.http2_fields import literals, status_field
 from service.transport.http2_head import Http2Head, Methods
 from service.transport.refusal import Refusal
-from service.transport.streams import (
-    MAX_ENDLESS_CALLS,
-    MAX_INFLATERS,
-    MAX_OPEN_STREAMS,
-    OpenStreams,
-)
-from service.transport.turns import Series, SingleSteps, Turns
+from service.transport.streams import Places
+from service.transport.turns import SingleSteps, Turns
 
 _KNOWN_STARTS = 512
 
@@ -84,12 +79,8 @@ class HttpService:
         """Heads of HTTP/1.1 requests by header section: clients repeat it."""
         self.block_cache: dict[bytes, Http2Head] = {}
         """Heads of HTTP/2 requests by header block."""
-        self.open_streams = OpenStreams(MAX_OPEN_STREAMS)
-        self.endless_calls = OpenStreams(MAX_ENDLESS_CALLS)
-        self.inflaters = OpenStreams(MAX_INFLATERS)
         self.turns = turns or Turns()
-        self.inflations = Series(self.turns)
-        """Compressed messages, of which one at a time is decompressed: it takes the memory."""
+        self.places = Places(self.turns)
         self.handshake_steps = SingleSteps()
         """Steps of TLS handshakes. The one that signs takes 1 ms."""
         self.connections: set[Connection] = set()

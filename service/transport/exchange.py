@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from service.process.listener import at
 from service.transport.access_log import AccessLog
@@ -18,9 +18,6 @@ from service.transport.gate import Policy
 from service.transport.head import FastCall, RequestHead
 from service.transport.ids import Ids
 from service.transport.refusal import Refusal, TooLarge, Unavailable
-
-if TYPE_CHECKING:
-    from service.transport.asgi import AsgiExchange
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +33,9 @@ refused request ends the connection, or its stream."""
 
 Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
+
+Start: TypeAlias = Callable[[Callable[[], None]], None]
+"""Begins something, and calls its argument at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class Writer(Protocol):
         """Tell a client that waits for it to send the body."""
         ...
 
-    def run(self, exchange: AsgiExchange) -> None:
-        """Call `exchange.start` when the application may answer it."""
+    def run(self, exchange: Exchange, start: Start) -> None:
+        """Call `start` when the application may answer `exchange`."""
         ...
 
     def taken(self, exchange: Exchange, size: int) -> None:

@@ -17,13 +17,13 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from service.transport.exchange import Exchange, Writer
 from service.transport.grpc_status import OK, Status
 from service.transport.head import FastCall
-from service.transport.http2 import Http2, Stream
 from service.transport.http2_fields import literals, status_field
+from service.transport.ids import Ids
 from service.transport.refusal import (
     InvalidInput,
     Overloaded,
@@ -32,9 +32,7 @@ from service.transport.refusal import (
     WrongCompressedFlag,
     shown,
 )
-
-if TYPE_CHECKING:
-    from service.transport.http2_head import Http2Head
+from service.transport.streams import Places
 
 _log = logging.getLogger(__name__)
 
@@ -141,26 +139,46 @@ class Call(Protocol):
         ...
 
 
-class GrpcWriter(Writer, Protocol):
-    """What a call uses of its connection, which it does not know."""
+class CallWriter(Writer, Protocol):
+    """Writes the answers of calls, too, whose headers and trailers are blocks of HTTP/2."""
 
-    http2: Http2
-    door: Any
-    """The limits of the process, and the turns of its work, see `HttpService`."""
+    places: Places
     active_s: float
     """When the client was last heard of."""
 
-    def is_read(self) -> bool:
+    def begin(self, exchange: Exchange, block: bytes, end: bool = False) -> None:
+        """The headers of an answer; `end`: that is all of it."""
+        ...
+
+    def end_call(self, exchange: Exchange, trailers: bytes) -> None:
+        """The end of an answer that has begun."""
+        ...
+
+    def answer_whole(self, exchange: Exchange, block: bytes, body: bytes, trailers: bytes) -> None:
+        """A whole answer."""
+        ...
+
+    def is_read(self, exchange: Exchange) -> bool:
         """Whether the client takes what is written."""
         ...
+
+
+class CallHead(Protocol):
+    """The head of a call."""
+
+    path: bytes
+    ids: Ids
+    error: Refusal | None
+    method_of_grpc: Method | None
+    encoding: str
+    wanted: Any
 
 
 class GrpcStream(Exchange):
     """A call of gRPC: takes messages out of its stream, and writes answers to it."""
 
-    writer: GrpcWriter
-    stream: Stream
-    head: Http2Head
+    writer: CallWriter
+    head: CallHead
     answered = False
     _call: Call | None = None
     _message: FastCall | None = None
@@ -191,15 +209,16 @@ class GrpcStream(Exchange):
         self._call = method.open(head.wanted, self)
         if method.is_endless:
             self.may_give_way = True
-            self.writer.door.endless_calls.open()
-            for places in (self.writer.door.endless_calls, self.writer.door.open_streams):
-                places.wait(self)
+            places = self.writer.places
+            places.endless_calls.open()
+            places.endless_calls.wait(self)
+            places.streams.wait(self)
 
     def closed(self) -> None:
         """The stream is over."""
         self._unread = bytearray()  # a cycle keeps this object until the collector comes
         if self.may_give_way:
-            self.writer.door.endless_calls.close(self)
+            self.writer.places.endless_calls.close(self)
 
     # Input.
 
@@ -235,8 +254,8 @@ class GrpcStream(Exchange):
 
     def _took(self, size: int) -> None:
         """Bytes of the request are used, and the client may send others."""
-        if size and self.stream.buffered:
-            self.writer.http2.taken(self.stream, size)
+        if size:
+            self.writer.taken(self, size)
 
     def _guarded(self, step: Callable[[], None]) -> None:
         if self._call is not None:
@@ -321,7 +340,7 @@ class GrpcStream(Exchange):
         else:
             self._message, self._left = self._call.message(None), size
             self._inflater = _Inflater(self._message, self.head.encoding)
-            inflaters = self.writer.door.inflaters
+            inflaters = self.writer.places.inflaters
             if not inflaters.open():
                 text = "message: too many compressed ones arrive at a time; try again later"
                 raise Overloaded(text, field="message", retry_after_s=1)
@@ -332,10 +351,10 @@ class GrpcStream(Exchange):
         assert message is not None, "bug: no message"
         if self._inflater is not None:
             if not self._left:
-                self.writer.door.inflaters.go_on(self)
+                self.writer.places.inflaters.go_on(self)
             self._inflater.take(piece, last=not self._left)
             if self._inflater.busy:
-                self.writer.door.inflations.add(self._inflate)
+                self.writer.places.inflations.add(self._inflate)
             else:
                 self._end_inflated()
             return
@@ -357,7 +376,7 @@ class GrpcStream(Exchange):
     def _forget_inflater(self) -> None:
         if self._inflater is not None:
             self._inflater = None
-            self.writer.door.inflaters.close(self)
+            self.writer.places.inflaters.close(self)
 
     def _inflate(self) -> bool:
         """Decompress a part; whether more is to be done."""
@@ -383,25 +402,24 @@ class GrpcStream(Exchange):
         """The whole answer of a call with one."""
         if not self.answered:
             size = len(message)
-            if self.stream.sending:
-                body = b"\0" + size.to_bytes(4, "big") + message
-                self.writer.http2.answer(self.stream, _BEGIN, body, _OK_BLOCK)
+            body = b"\0" + size.to_bytes(4, "big") + message
+            self.writer.answer_whole(self, _BEGIN, body, _OK_BLOCK)
             self._end(OK, size)
 
     def write(self, message: bytes) -> None:
         """One of several answers."""
-        if self.answered or not self.stream.sending:
+        if self.answered or not self.writer.is_open(self):
             return
         if not self._begun:
             self._begun = True
-            self.writer.http2.headers(self.stream, _BEGIN)
+            self.writer.begin(self, _BEGIN)
         self._sent_bytes += len(message)
         pieces = b"\0" + len(message).to_bytes(4, "big"), message
-        self.writer.http2.write(self.stream, pieces)
+        self.writer.write(self, pieces)
 
     def is_read(self) -> bool:
         """Whether the client takes what is written."""
-        return not self.stream.unsent and self.writer.is_read()
+        return self.writer.is_read(self)
 
     async def drained(self) -> None:
         """Wait until the client has taken what is written."""
@@ -412,11 +430,10 @@ class GrpcStream(Exchange):
         """End the call."""
         if self.answered:
             return
-        if self.stream.sending:
-            if self._begun:
-                self.writer.http2.finish(self.stream, status.block())
-            else:
-                self.writer.http2.headers(self.stream, _BEGIN + status.block(), end=True)
+        if self._begun:
+            self.writer.end_call(self, status.block())
+        else:
+            self.writer.begin(self, _BEGIN + status.block(), end=True)
         self._end(status, self._sent_bytes)
 
     def _end(self, status: Status, size: int) -> None:

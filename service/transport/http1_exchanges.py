@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from service.transport.answer import Answer, status_line
 from service.transport.asgi import AsgiExchange
-from service.transport.exchange import BUFFERED_BYTES, Exchange, FastExchange
+from service.transport.exchange import BUFFERED_BYTES, Exchange, FastExchange, Start
 from service.transport.head import Head
 from service.transport.http1 import Http1
 from service.transport.refusal import INTERNAL, BodyTimeout, Refusal
@@ -284,9 +284,9 @@ class Http1Exchanges:
         """Whether it is the one that is answered."""
         return exchange is self.exchange and not self._connection.transport.is_closing()
 
-    def run(self, exchange: AsgiExchange) -> None:
+    def run(self, exchange: Exchange, start: Start) -> None:
         """Have the application answer it: it is the only one."""
-        exchange.start()
+        start(lambda: None)
 
     def ask_for_body(self, exchange: Exchange) -> None:
         """Tell a client that waits for it to send the body."""

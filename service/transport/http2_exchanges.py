@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from service.transport.answer import Answer
 from service.transport.asgi import AsgiExchange
-from service.transport.exchange import Exchange, FastExchange
+from service.transport.exchange import Exchange, FastExchange, Start
 from service.transport.grpc import GrpcStream
 from service.transport.http2 import ErrorCode, Http2, Stream
 from service.transport.http2_fields import Fields, lines_block, literals, status_field
@@ -48,6 +48,7 @@ class Http2Exchanges:
     def __init__(self, connection: Connection) -> None:
         door = connection.door
         self._connection, self.door, self.peer = connection, door, connection.peer
+        self.places = door.places
         self._write_planned = False
         self.http2 = Http2(self, door.block_cache)
         self._waiting: list[Exchange] = []
@@ -56,7 +57,7 @@ class Http2Exchanges:
         """Whether something that came is not parsed."""
         self._planned = False
         """Whether to go on with it is."""
-        self._pending: dict[AsgiExchange, None] = {}
+        self._pending: dict[Exchange, Start] = {}
         """Requests that the application has not begun to answer."""
         self._runs = 0
         self._run_planned = False
@@ -117,7 +118,7 @@ class Http2Exchanges:
         waiting, self._waiting = self._waiting, []
         for exchange in waiting:
             if exchange.stream.receiving:
-                self.door.open_streams.wait(exchange)
+                self.places.streams.wait(exchange)
                 try:
                     exchange.wait()
                 except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
@@ -209,7 +210,7 @@ class Http2Exchanges:
             self._close(stream.exchange)
 
     def _close(self, exchange: Exchange) -> None:
-        self.door.open_streams.close(exchange)
+        self.places.streams.close(exchange)
         exchange.closed()
 
     def check_time(self, now_s: float, header_s: float, write_s: float) -> None:
@@ -273,7 +274,7 @@ class Http2Exchanges:
             kind = FastExchange
         stream.exchange = exchange = kind(self, stream, head)
         exchange.since_s = self._asked_s = self.active_s
-        has_room = self.door.open_streams.open()
+        has_room = self.places.streams.open()
         try:
             exchange.open()
             if not has_room and exchange.is_limited:
@@ -290,7 +291,7 @@ class Http2Exchanges:
         exchange: Exchange = stream.exchange
         try:
             if end and not exchange.may_give_way:
-                self.door.open_streams.go_on(exchange)
+                self.places.streams.go_on(exchange)
             exchange.data(data, end)
             if not end and exchange not in self._waiting[-1:]:
                 self._waiting.append(exchange)
@@ -309,7 +310,7 @@ class Http2Exchanges:
 
     def blocked(self, stream: Stream) -> None:
         """The answer waits for the client's windows."""
-        self.door.open_streams.wait(stream.exchange)
+        self.places.streams.wait(stream.exchange)
         if self._connection.ended:  # which will not grow
             self.peer.loop.call_soon(self._drop_blocked)
 
@@ -317,7 +318,7 @@ class Http2Exchanges:
         """The client's windows have taken the answer."""
         exchange: Exchange = stream.exchange
         if not exchange.may_give_way:
-            self.door.open_streams.go_on(exchange)
+            self.places.streams.go_on(exchange)
         exchange.sent()
         self._run_next()
 
@@ -349,10 +350,10 @@ class Http2Exchanges:
 
     # The application: few requests at a time, and none while much of an answer is not sent.
 
-    def run(self, exchange: AsgiExchange) -> None:
+    def run(self, exchange: Exchange, start: Start) -> None:
         """Have a request answered when those before it are."""
-        self._pending[exchange] = None
-        self.door.open_streams.wait(exchange)
+        self._pending[exchange] = start
+        self.places.streams.wait(exchange)
         self._run_next()
 
     def _run_next(self) -> None:
@@ -368,18 +369,18 @@ class Http2Exchanges:
         self._run_planned = False
         if self._pending and self._may_run() and not self._connection.closing:
             exchange = next(iter(self._pending))
-            del self._pending[exchange]
+            start = self._pending.pop(exchange)
             self._runs += 1
-            exchange.start(self._run_ended)
+            start(self._run_ended)
             if not exchange.stream.receiving:
-                self.door.open_streams.go_on(exchange)
+                self.places.streams.go_on(exchange)
             self._run_next()
 
     def _run_ended(self) -> None:
         self._runs -= 1
         self._run_next()
 
-    # Called by exchanges, see `exchange.Writer`.
+    # Called by exchanges, see `exchange.Writer` and `grpc.CallWriter`.
 
     def is_open(self, exchange: Exchange) -> bool:
         """Whether its stream is."""
@@ -438,14 +439,29 @@ class Http2Exchanges:
         if exchange.stream.sending:
             self.http2.finish(exchange.stream)
 
+    def begin(self, exchange: Exchange, block: bytes, end: bool = False) -> None:
+        """Write the headers of a call's answer; `end`: that is all of it."""
+        if exchange.stream.sending:
+            self.http2.headers(exchange.stream, block, end)
+
+    def end_call(self, exchange: Exchange, trailers: bytes) -> None:
+        """End a call's answer that has begun."""
+        if exchange.stream.sending:
+            self.http2.finish(exchange.stream, trailers)
+
+    def answer_whole(self, exchange: Exchange, block: bytes, body: bytes, trailers: bytes) -> None:
+        """Write the whole answer of a call."""
+        if exchange.stream.sending:
+            self.http2.answer(exchange.stream, block, body, trailers)
+
     def reset(self, exchange: Exchange, fault: bool = False) -> None:
         """Give the stream up."""
         code = ErrorCode.INTERNAL_ERROR if fault else ErrorCode.CANCEL
         self.http2.reset(exchange.stream, code)
 
-    def is_read(self) -> bool:
+    def is_read(self, exchange: Exchange) -> bool:
         """Whether the client reads what is written."""
-        return not self._connection.blocked_since_s
+        return not (exchange.stream.unsent or self._connection.blocked_since_s)
 
     def give_way(self, exchange: Exchange) -> None:
         """End a request that waits: others need its place."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import Any, Protocol
 
 from service.transport.refusal import Overloaded
-
-if TYPE_CHECKING:
-    from service.transport.exchange import Exchange, Writer
-    from service.transport.http2_exchanges import Http2Exchanges
+from service.transport.turns import Series, Turns
 
 MAX_OPEN_STREAMS = 8192
 """Requests that are open at a time."""
@@ -18,6 +15,12 @@ MAX_INFLATERS = 128
 
 MAX_ENDLESS_CALLS = 1024
 """Open calls that watch the health or use reflection: each has a task of its own, 10 KB."""
+
+
+class Waiting(Protocol):
+    """An exchange. Its connection ends it by `writer.give_way`."""
+
+    writer: Any
 
 
 class OpenStreams:
@@ -31,13 +34,13 @@ class OpenStreams:
     def __init__(self, most: int) -> None:
         self._most = most
         self.count = 0
-        self._waiting: dict[Writer, dict[Exchange, None]] = {}
+        self._waiting: dict[Any, dict[Waiting, None]] = {}
         """Requests of each connection, the one that waits longest first."""
-        self._with: dict[int, dict[Writer, None]] = {}
+        self._with: dict[int, dict[Any, None]] = {}
         """The connections with so many that wait."""
         self._largest = 0
 
-    def wait(self, exchange: Exchange) -> None:
+    def wait(self, exchange: Waiting) -> None:
         """It waits from now on."""
         waiting = self._waiting.setdefault(exchange.writer, {})
         if exchange in waiting:
@@ -46,7 +49,7 @@ class OpenStreams:
             self._move(exchange.writer, len(waiting), len(waiting) + 1)
         waiting[exchange] = None
 
-    def go_on(self, exchange: Exchange) -> None:
+    def go_on(self, exchange: Waiting) -> None:
         """It does not wait any more."""
         waiting = self._waiting.get(exchange.writer)
         if waiting is None or exchange not in waiting:
@@ -56,7 +59,7 @@ class OpenStreams:
         if not waiting:
             del self._waiting[exchange.writer]
 
-    def _move(self, writer: Writer, before: int, now: int) -> None:
+    def _move(self, writer: Any, before: int, now: int) -> None:
         """The number of a connection's requests that wait has changed by one."""
         if before:
             del self._with[before][writer]
@@ -67,7 +70,7 @@ class OpenStreams:
         if now > self._largest or self._largest not in self._with:
             self._largest = now
 
-    def close(self, exchange: Exchange) -> None:
+    def close(self, exchange: Waiting) -> None:
         """It is over."""
         self.count -= 1
         self.go_on(exchange)
@@ -82,8 +85,19 @@ class OpenStreams:
         writer = next(iter(self._with[self._largest]))
         first = next(iter(self._waiting[writer]))
         self.go_on(first)
-        cast("Http2Exchanges", writer).give_way(first)
+        writer.give_way(first)
         return True
+
+
+class Places:
+    """What all HTTP/2 connections of a process share the places of."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.streams = OpenStreams(MAX_OPEN_STREAMS)
+        self.endless_calls = OpenStreams(MAX_ENDLESS_CALLS)
+        self.inflaters = OpenStreams(MAX_INFLATERS)
+        self.inflations = Series(turns)
+        """Compressed messages, of which one at a time is decompressed: it takes the memory."""
 
 
 def too_many_open() -> Overloaded:

@@ -473,7 +473,7 @@ async def test_the_connection_that_keeps_most_ends_when_too_much_waits(server, c
 async def test_a_connection_of_http_2_that_only_answers_pings_is_closed_after_its_time(server):
     client, connection = await connect(server)
     client.send(START + get(path=b"/"))
-    await until(lambda: server.events["begun"] and not server.door.open_streams.count)
+    await until(lambda: server.events["begun"] and not server.door.places.streams.count)
     asked_s = asyncio.get_running_loop().time()
     for after_s in (62, 70, 74):
         client.send(ping(bytes(8), ACK))

@@ -65,44 +65,46 @@ class Client:
 
     def __init__(self):
         self.policy = POLICY
-        self.http2 = self.peer = self.loop = self.door = self.inflations = self.access = self
+        self.peer = self.loop = self.places = self.inflations = self.access = self
         self.inflaters = OpenStreams(1)
         self.written, self.used, self.later, self.most_held = [], 0, [], 0
         self.has_ended, self.reads = False, True
-        self.stream = SimpleNamespace(sending=True, buffered=1, unsent=())
 
     def call(self, method, encoding):
         """Open one."""
         head = SimpleNamespace(error=None, method_of_grpc=method, wanted=None, encoding=encoding)
         head.path, head.ids = b"/a.B/C", Ids()
-        stream = GrpcStream(self, self.stream, head)
+        stream = GrpcStream(self, None, head)
         stream.open()
         return stream
 
-    def headers(self, stream, block, end=False):
+    def begin(self, exchange, block, end=False):
         fields = decoded(block)
         assert {name: fields.pop(name) for name in HEAD} == HEAD
         self.written.append(f"only {status_text(fields)}" if end else "headers")
 
-    def answer(self, stream, block, body, trailers):
-        self.headers(stream, block)
-        self.write(stream, (body,))
-        self.finish(stream, trailers)
+    def answer_whole(self, exchange, block, body, trailers):
+        self.begin(exchange, block)
+        self.write(exchange, (body,))
+        self.end_call(exchange, trailers)
 
-    def write(self, stream, pieces):
+    def write(self, exchange, pieces):
         body = b"".join(pieces)
         assert body[:1] == b"\0"
         assert int.from_bytes(body[1:5], "big") == len(body) - 5
         self.written.append(f"{body[5:]!r:.40}"[1:])
 
-    def finish(self, stream, trailers):
+    def end_call(self, exchange, trailers):
         self.written.append(status_text(decoded(trailers)))
 
-    def taken(self, stream, size):
+    def taken(self, exchange, size):
         self.used += size
 
-    def is_read(self):
+    def is_read(self, exchange):
         return self.reads
+
+    def is_open(self, exchange):
+        return True
 
     def call_soon(self, call, *arguments):
         self.later.append(partial(call, *arguments))
