@@ -23,7 +23,7 @@ import logging
 import math
 from collections.abc import Callable
 from socket import SO_ERROR, SOL_SOCKET
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from service.transport.exchange import Peer
 from service.transport.handshake import Handshake
@@ -32,10 +32,8 @@ from service.transport.http2 import PREFACE
 from service.transport.http2_exchanges import Http2Exchanges
 from service.transport.receiver import BodyReceiver, replace_protocol
 from service.transport.refusal import Refusal
+from service.transport.shared import Shared
 from service.transport.turns import SMALL_BYTES
-
-if TYPE_CHECKING:
-    from service.transport.door import HttpService
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +55,8 @@ _COUNTED_BYTES = 4096
 class Connection(asyncio.Protocol):
     """The asyncio protocol of one connection."""
 
-    def __init__(self, door: HttpService, loop: asyncio.AbstractEventLoop) -> None:
-        self.door, self.loop = door, loop
+    def __init__(self, shared: Shared, loop: asyncio.AbstractEventLoop) -> None:
+        self._shared, self.loop = shared, loop
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
         self.plain: asyncio.Transport | None = None  # what TLS writes to
         self.peer: Peer = None  # type: ignore[assignment]
@@ -72,7 +70,7 @@ class Connection(asyncio.Protocol):
         self._arrived_bytes = 0  # likewise, of a large body
         self.ended = False  # the client sends no more
         self.closing = False  # nothing more is read but what lingers
-        self.stopping = door.stopping
+        self.stopping = shared.stopping
         self.since_s = loop.time()  # of being idle, or of the headers that arrive
         self.blocked_since_s = self._closed_since_s = 0.0
         self._lingering_until_s = 0.0
@@ -86,36 +84,41 @@ class Connection(asyncio.Protocol):
     # The transport's calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        door = self.door
+        shared = self._shared
         self.transport = cast("asyncio.Transport", transport)
         self.peer = Peer(
             client=_address(self.transport, "peername"),
             server=_address(self.transport, "sockname"),
-            scheme=door.scheme.decode(),
+            scheme=shared.scheme.decode(),
             loop=self.loop,
-            app=door.app,
-            tasks=door.tasks,
-            access=door.access,
-            policy=door.gate.policy,
-            header_timeout_s=door.header_timeout_s,
-            keep_alive_s=door.keep_alive_s,
+            app=shared.app,
+            tasks=shared.tasks,
+            access=shared.access,
+            policy=shared.gate.policy,
+            header_timeout_s=shared.header_timeout_s,
+            keep_alive_s=shared.keep_alive_s,
         )
-        self.exchanges = Http1Exchanges(self)
-        if len(door.connections) >= door.max_connections:
+        self.exchanges = Http1Exchanges(self, shared)
+        if len(shared.connections) >= shared.max_connections:
             self.closing = True
             self.transport.abort()
-            door.refused()
+            shared.refused()
             return
-        door.add(self)
-        self.stopping = door.stopping
-        if door.certificate is not None:
-            shaking = Handshake(self).run(door.certificate.context, door.header_timeout_s)
+        shared.add(self)
+        self.stopping = shared.stopping
+        if shared.certificate is not None:
+            handshake = Handshake(self, self.transport, shared.handshake_steps)
+            tls, timeout_s = shared.certificate.context, shared.header_timeout_s
+            shaking = handshake.run(tls, timeout_s, self._secured, self.refuse_clear)
             task = self.loop.create_task(shaking)
-            door.handshakes.add(task)
-            task.add_done_callback(door.handshakes.discard)
+            shared.handshakes.add(task)
+            task.add_done_callback(shared.handshakes.discard)
+
+    def _secured(self, transport: asyncio.Transport) -> None:
+        self.transport, self.plain = transport, self.transport
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.door.remove(self)
+        self._shared.remove(self)
         self.closing = True
         self._waiting.clear()
         self.stop_receiving()
@@ -131,7 +134,7 @@ class Connection(asyncio.Protocol):
                 self.transport.abort()
             return
         small = len(data) <= SMALL_BYTES and self.exchanges.is_idle
-        if self._waiting or not self.door.turns.has_time(small):
+        if self._waiting or not self._shared.turns.has_time(small):
             self._wait(data)
             return
         if len(data) > _LARGE_READ_BYTES:
@@ -142,7 +145,7 @@ class Connection(asyncio.Protocol):
         """Keep what came until this connection's turn, and read no more until then."""
         self._waiting.append(data)
         if len(self._waiting) == 1:
-            self.door.turns.add(self._serve_waiting)
+            self._shared.turns.add(self._serve_waiting)
             self.set_reading()
         self.hold()
 
@@ -179,7 +182,7 @@ class Connection(asyncio.Protocol):
             return b""
         self._preface = None
         if begun.startswith(PREFACE) and not self.closing:
-            self.exchanges = Http2Exchanges(self)
+            self.exchanges = Http2Exchanges(self, self._shared)
             if self.stopping:
                 self.exchanges.stop()
         return begun
@@ -188,8 +191,8 @@ class Connection(asyncio.Protocol):
         # Over TLS the transport closes in any case: asyncio has no half-closed one.
         self.ended = True
         if self._waiting:
-            return self.door.certificate is None
-        return not self.closing and self.exchanges.eof() and self.door.certificate is None
+            return self._shared.certificate is None
+        return not self.closing and self.exchanges.eof() and self._shared.certificate is None
 
     def pause_writing(self) -> None:
         self.blocked_since_s = self.loop.time()
@@ -213,14 +216,14 @@ class Connection(asyncio.Protocol):
 
     def receive_into(self, room: memoryview) -> None:
         """Write data that arrives from now on to `room`, and call `body_arrived` at its end."""
-        self._receiver = BodyReceiver(self, room)
+        self._receiver = BodyReceiver(self, room, self.body_arrived)
         replace_protocol(self.transport, self._receiver)
 
     def body_arrived(self, size: int) -> None:
         """The next `size` bytes are there."""
-        if not self.door.turns.has_time():
+        if not self._shared.turns.has_time():
             self._arrived_bytes += size
-            self.door.turns.add(self._serve_arrived)
+            self._shared.turns.add(self._serve_arrived)
             self.set_reading()
             return
         if size > _LARGE_READ_BYTES:
@@ -247,7 +250,7 @@ class Connection(asyncio.Protocol):
         """Process the data received so far in the next turn."""
         if not self._turn_planned:
             self._turn_planned = True
-            self.door.turns.add(self._turn)
+            self._shared.turns.add(self._turn)
 
     def _turn(self) -> bool:
         self._turn_planned = False
@@ -337,7 +340,7 @@ class Connection(asyncio.Protocol):
             received = 0
         if (unsent, received) == (self._unsent_bytes, self._received_bytes):
             return
-        budget = self.door.budget
+        budget = self._shared.budget
         unsent_before, received_before = self._unsent_bytes, self._received_bytes
         self._unsent_bytes, self._received_bytes = unsent, received
         budget.add(unsent - unsent_before + received - received_before)
@@ -416,11 +419,14 @@ class Connection(asyncio.Protocol):
 
     def check_time(self, now_s: float) -> None:
         """Close the connection, or end a request, if it waited too long for its client."""
-        door, transport = self.door, self.transport
+        shared, transport = self._shared, self.transport
         unread_bytes, before = self._unread(), self._unread_bytes
         self._unread_bytes = unread_bytes
         most_s = _STOP_S if self.stopping else math.inf
-        write_s, header_s = min(door.write_timeout_s, most_s), min(door.header_timeout_s, most_s)
+        write_s, header_s = (
+            min(shared.write_timeout_s, most_s),
+            min(shared.header_timeout_s, most_s),
+        )
         if self._unsent_bytes or self._received_bytes or self.blocked_since_s:
             self.hold()
         if transport.is_closing():  # once all is written, which a client may prevent

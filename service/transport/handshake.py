@@ -12,17 +12,14 @@ iteration, of whichever client, so that many handshakes at a time do not keep it
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from ssl import SSLContext
+from typing import cast
 
 from service.transport.receiver import replace_protocol
-
-if TYPE_CHECKING:
-    from ssl import SSLContext
-
-    from service.transport.connection import Connection
-    from service.transport.turns import SingleSteps
+from service.transport.turns import SingleSteps
 
 _UNLIMITED = 1 << 30
 """Bytes; `Connection` pauses writing by what its client has not taken."""
@@ -42,23 +39,39 @@ _SHUTDOWN_S = 3600.0
 class Handshake(asyncio.Protocol):
     """The transport's protocol during the TLS handshake.
 
-    After it, `connection` has the encrypted transport, or is lost.
+    After it, `connection` is the protocol of the encrypted transport, or is lost.
+
+    Args:
+        connection: whose transport is `plain`.
+        steps: of handshakes, this one's among them.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(
+        self, connection: asyncio.Protocol, plain: asyncio.Transport, steps: SingleSteps
+    ) -> None:
+        self._connection, self._plain, self._all_steps = connection, plain, steps
+        self._loop = asyncio.get_running_loop()
         self._early: list[bytes] = []
         self._ended = self._lost = False
         self._tls: asyncio.BufferedProtocol | None = None
         """uvloop's, in this one's place at the transport."""
         self._begun = asyncio.Event()  # to send, or gone
         # uvloop begins to read when `connection_made` returns, even if it paused the transport.
-        connection.transport.set_protocol(self)
+        plain.set_protocol(self)
 
-    async def run(self, tls: SSLContext, timeout_s: float) -> None:
-        """Do it, within `timeout_s` of its first byte; for that one `check_time` waits."""
-        connection = self._connection
-        loop, plain = connection.loop, connection.transport
+    async def run(
+        self,
+        tls: SSLContext,
+        timeout_s: float,
+        secured_by: Callable[[asyncio.Transport], None],
+        refuse_clear: Callable[[], None],
+    ) -> None:
+        """Do it, within `timeout_s` of its first byte; for that one `check_time` waits.
+
+        `secured_by` gets the encrypted transport. `refuse_clear` is called instead where a request
+        in the clear came.
+        """
+        connection, loop, plain = self._connection, self._loop, self._plain
         await self._begun.wait()
         if plain.is_closing():
             return
@@ -67,10 +80,10 @@ class Handshake(asyncio.Protocol):
             return
         if self._early[0][:1].isupper():  # a method; TLS begins with a byte below 32
             plain.set_protocol(connection)
-            connection.refuse_clear()
+            refuse_clear()
             return
         turn = asyncio.Event()
-        connection.door.handshake_steps.add(turn.set)
+        self._all_steps.add(turn.set)
         await turn.wait()
         if plain.is_closing():
             return
@@ -94,7 +107,7 @@ class Handshake(asyncio.Protocol):
         assert self._tls is not None, "bug: a handshake without TLS"
         replace_protocol(plain, self._tls)
         secured.set_write_buffer_limits(_UNLIMITED)
-        connection.transport, connection.plain = secured, plain
+        secured_by(secured)
         secured.set_protocol(connection)
         for data in self._early:
             connection.data_received(data)
@@ -107,7 +120,7 @@ class Handshake(asyncio.Protocol):
         early = b"".join(self._early)
         is_tls = early[:1] == _HANDSHAKE
         if is_tls and len(early) > _EARLY_BYTES:
-            self._connection.transport.abort()
+            self._plain.abort()
             return
         size = _RECORD_HEAD_BYTES + int.from_bytes(early[3:_RECORD_HEAD_BYTES], "big")
         if not is_tls or len(early) >= max(size, _RECORD_HEAD_BYTES):
@@ -137,11 +150,11 @@ class Handshake(asyncio.Protocol):
 
     def _hand_on(self) -> None:
         """Give the early bytes to the protocol by which `start_tls` has replaced this one."""
-        found = self._connection.transport.get_protocol()
+        found = self._plain.get_protocol()
         if found is self:
             return  # it failed
         self._tls = protocol = cast("asyncio.BufferedProtocol", found)
-        self._connection.loop.call_soon(self._end_tls)  # begun by then
+        self._loop.call_soon(self._end_tls)  # begun by then
         rest = memoryview(b"".join(self._early))
         self._early.clear()
         while rest:
@@ -150,8 +163,7 @@ class Handshake(asyncio.Protocol):
             buffer[:size] = rest[:size]
             protocol.buffer_updated(size)
             rest = rest[size:]
-        transport = self._connection.transport
-        transport.set_protocol(_Steps(transport, protocol, self._connection.door.handshake_steps))
+        self._plain.set_protocol(_Steps(self._plain, protocol, self._all_steps))
 
 
 class _Steps(asyncio.BufferedProtocol):

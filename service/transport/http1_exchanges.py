@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from socket import SO_ERROR, SOL_SOCKET
-from typing import TYPE_CHECKING
 
 from service.transport.answer import Answer, status_line
 from service.transport.asgi import AsgiExchange
-from service.transport.exchange import BUFFERED_BYTES, Exchange, FastExchange, Start
+from service.transport.exchange import BUFFERED_BYTES, Exchange, FastExchange, Start, Wire
 from service.transport.head import Head
 from service.transport.http1 import Http1
 from service.transport.refusal import INTERNAL, BodyTimeout, Refusal
-
-if TYPE_CHECKING:
-    from service.transport.connection import Connection
+from service.transport.shared import Shared
 
 _log = logging.getLogger(__name__)
 
@@ -40,11 +36,10 @@ class Http1Exchanges:
     """How long, and how much of, what a client still sends is read and dropped at the end."""
     is_broken = False
 
-    def __init__(self, connection: Connection) -> None:
-        door = connection.door
-        self._connection, self._door, self.peer = connection, door, connection.peer
-        expected = "HTTP/1.1" if door.certificate else "HTTP/1.1, in the clear"
-        self.http1 = Http1(self, door.head_cache, door.max_header_bytes, expected)
+    def __init__(self, wire: Wire, shared: Shared) -> None:
+        self._wire, self._shared, self.peer = wire, shared, wire.peer
+        expected = "HTTP/1.1" if shared.certificate else "HTTP/1.1, in the clear"
+        self.http1 = Http1(self, shared.head_cache, shared.max_header_bytes, expected)
         self.exchange: Exchange | None = None
         """The request that is not answered."""
         self._begun = False
@@ -99,21 +94,21 @@ class Http1Exchanges:
             self._after_reading(was_idle)
 
     def _after_reading(self, was_idle: bool) -> None:
-        connection, http1 = self._connection, self.http1
+        wire, http1 = self._wire, self.http1
         if was_idle:
-            connection.since_s = self.peer.loop.time()
+            wire.since_s = self.peer.loop.time()
         if self.exchange is not None and http1.receiving:
             try:
                 self.exchange.wait()
             except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
                 self._crash()
-        if connection.ended and not http1.can_go_on and not self.eof():
-            connection.finish()
+        if wire.ended and not http1.can_go_on and not self.eof():
+            wire.finish()
             return
         if http1.can_go_on:
-            connection.turn()
-        connection.hold()
-        connection.set_reading()
+            wire.turn()
+        wire.hold()
+        wire.set_reading()
 
     def body_arrived(self, size: int) -> None:
         """`size` bytes of a large body were received into the request's buffer."""
@@ -124,7 +119,7 @@ class Http1Exchanges:
             if self.exchange is not exchange:
                 return
             if self.http1.body_arrived(size):
-                self._connection.stop_receiving()
+                self._wire.stop_receiving()
                 exchange.data(b"", True)
             else:
                 exchange.wait()
@@ -135,7 +130,7 @@ class Http1Exchanges:
         """The client sends no more; whether something is left to be answered."""
         exchange, http1 = self.exchange, self.http1
         if exchange is not None and http1.receiving:
-            self._connection.stop_receiving()
+            self._wire.stop_receiving()
             if exchange.cut_off() or self.exchange is not exchange:
                 return True
             self.exchange = None
@@ -152,28 +147,24 @@ class Http1Exchanges:
         An interim answer may come at any time (RFC 9110, 15.2), and a client that only shut its
         side skips it. A connection whose reading has ended does not report the reset by itself.
         """
-        transport = self._connection.transport
-        if self.exchange is not exchange or self._begun or transport.is_closing():
+        if self.exchange is not exchange or self._begun or not self._wire.is_there():
             return
         if wait_s == _PROBE_S:
-            transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        elif transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
-            transport.abort()
-            return
+            self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self.peer.loop.call_later(2 * wait_s, self._probe, exchange, 2 * wait_s)
 
     def stop(self) -> None:
         """Answer what has begun, with `Connection: close`."""
         if self.http1.idle:
             # The next request of one that was just used may be on the way.
-            idle_s = self.peer.loop.time() - self._connection.since_s
+            idle_s = self.peer.loop.time() - self._wire.since_s
             self.peer.loop.call_later(max(0.0, _IDLE_GRACE_S - idle_s), self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if self._connection.waits:
+        if self._wire.waits:
             self.peer.loop.call_later(_IDLE_GRACE_S, self._close_if_idle)
         elif self.http1.idle:
-            self._connection.transport.close()
+            self._wire.transport.close()
 
     def end(self) -> None:
         """Nothing more is read or answered."""
@@ -184,17 +175,17 @@ class Http1Exchanges:
 
     def check_time(self, now_s: float, header_s: float, _write_s: float) -> None:
         """Close the connection if it waited too long for its client."""
-        http1, exchange, connection = self.http1, self.exchange, self._connection
-        waited_s = now_s - connection.since_s
+        http1, exchange, wire = self.http1, self.exchange, self._wire
+        waited_s = now_s - wire.since_s
         if exchange is not None:
-            waits = http1.receiving and connection.reading
+            waits = http1.receiving and wire.reading
             if waits and now_s - exchange.since_s > exchange.body_timeout_s():
                 exchange.fail(BodyTimeout("body: it did not arrive in time", field="body"))
         elif http1.in_headers or not http1.used:
             if waited_s > header_s:
-                connection.transport.abort()
+                wire.transport.abort()
         elif http1.idle and waited_s > self.peer.keep_alive_s:
-            connection.transport.close()
+            wire.transport.close()
 
     # Called by `Http1`.
 
@@ -207,8 +198,9 @@ class Http1Exchanges:
         keep_alive: bool,
     ) -> Head:
         """Check the headers of a request. Raises: Refused."""
-        door = self._door
-        return Head(method, url, version, pairs, keep_alive, door.routes, door.gate, door.scheme)
+        shared = self._shared
+        routes, gate, scheme = shared.routes, shared.gate, shared.scheme
+        return Head(method, url, version, pairs, keep_alive, routes, gate, scheme)
 
     def whole(self, head: Head, body: bytes | memoryview) -> None:
         """Serve a whole request on a fast route."""
@@ -230,10 +222,10 @@ class Http1Exchanges:
 
     def placed(self, body: bytes) -> bool:
         """Have the rest of a large body received where it belongs, in the clear."""
-        exchange, connection = self.exchange, self._connection
-        if connection.plain is not None or not isinstance(exchange, FastExchange):
+        exchange, wire = self.exchange, self._wire
+        if self._shared.certificate is not None or not isinstance(exchange, FastExchange):
             return False
-        if connection.waits:  # a part of this body
+        if wire.waits:  # a part of this body
             return False
         try:
             room = exchange.room()
@@ -245,7 +237,7 @@ class Http1Exchanges:
             self._crash()
         else:
             if self.http1.receiving:
-                connection.receive_into(room[len(body) :])
+                wire.receive_into(room[len(body) :])
         return True
 
     def received(self, data: bytes, end: bool) -> None:
@@ -260,7 +252,7 @@ class Http1Exchanges:
         """Answer what cannot be read."""
         exchange = self.exchange
         if exchange is not None and self._begun:  # an answer within an answer would be read as one
-            self._connection.transport.abort()
+            self._wire.transport.abort()
             return
         if exchange is None:
             self.exchange = exchange = Exchange(self, None, None)
@@ -272,7 +264,7 @@ class Http1Exchanges:
         _log.exception("a request failed")
         exchange = self.exchange
         if exchange is None or self._begun:
-            self._connection.transport.abort()
+            self._wire.transport.abort()
             return
         exchange.cancel()
         self._closes = True
@@ -282,7 +274,7 @@ class Http1Exchanges:
 
     def is_open(self, exchange: Exchange) -> bool:
         """Whether it is the one that is answered."""
-        return exchange is self.exchange and not self._connection.transport.is_closing()
+        return exchange is self.exchange and not self._wire.transport.is_closing()
 
     def run(self, exchange: Exchange, start: Start) -> None:
         """Have the application answer it: it is the only one."""
@@ -292,12 +284,12 @@ class Http1Exchanges:
         """Tell a client that waits for it to send the body."""
         if exchange is self.exchange and self.http1.receiving and not (self._asked or self._begun):
             self._asked = True
-            self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def taken(self, exchange: Exchange, size: int) -> None:
         """Read on, if reading paused for it."""
-        if not self._connection.reading:
-            self._connection.set_reading()
+        if not self._wire.reading:
+            self._wire.set_reading()
 
     def answer(self, exchange: Exchange, answer: Answer) -> None:
         """Write a whole answer, or all but its `rest`."""
@@ -305,7 +297,7 @@ class Http1Exchanges:
             return
         head, body, rest = exchange.head, answer.body, answer.rest
         length = sum(map(len, rest), len(body)) if rest else len(body)
-        start = self._door.answer_start(answer.status, answer.media_type, length)
+        start = self._shared.answer_start(answer.status, answer.media_type, length)
         close = self._ends(head)
         connection = extra = b""
         if head is not None:
@@ -316,7 +308,7 @@ class Http1Exchanges:
             connection = b"connection: close\r\n"
         elif head.version == "1.0":
             connection = b"connection: keep-alive\r\n"
-        self._connection.write(b"%s%s%s%s\r\n%s" % (start, answer.headers, extra, connection, body))
+        self._wire.write(b"%s%s%s%s\r\n%s" % (start, answer.headers, extra, connection, body))
         if rest:
             self._begin(close)
         else:
@@ -347,32 +339,32 @@ class Http1Exchanges:
         elif head.version == "1.0":
             headers.append((b"connection", b"keep-alive"))
         lines = [b"%s: %s\r\n" % header for header in headers]
-        common = self._door.common_lines
-        self._connection.write(b"".join((status_line(status), common, *lines, head.extra, b"\r\n")))
+        common = self._shared.common_lines
+        self._wire.write(b"".join((status_line(status), common, *lines, head.extra, b"\r\n")))
         self._begin(close)
 
     def _begin(self, close: bool) -> None:
         self._begun, self._closes = True, close
         if self.http1.receiving:
-            self._connection.stop_receiving()
+            self._wire.stop_receiving()
 
     def write(self, exchange: Exchange, pieces: Iterable[bytes]) -> None:
         """Write the next pieces of an answer."""
         if exchange is self.exchange and exchange.head.method != b"HEAD":
             data = b"".join(pieces)
-            self._connection.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
+            self._wire.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
 
     def finish(self, exchange: Exchange) -> None:
         """End an answer."""
         if exchange is self.exchange:
             if self._chunked and exchange.head.method != b"HEAD":
-                self._connection.write(b"0\r\n\r\n")
+                self._wire.write(b"0\r\n\r\n")
             self._done(self._closes or self._ends(exchange.head))
 
     def reset(self, exchange: Exchange, fault: bool = False) -> None:
         """Give the answer up, which only the end of the connection can say."""
         if exchange is self.exchange:
-            self._connection.transport.abort()
+            self._wire.transport.abort()
 
     def _ends(self, head: Head | None) -> bool:
         """Whether the connection ends after the answer that begins now.
@@ -382,27 +374,27 @@ class Http1Exchanges:
         http1 = self.http1
         if self._closes or http1.receiving or http1.closed or head is None or not head.keep_alive:
             return True
-        return self._connection.stopping and not http1.unparsed_bytes
+        return self._wire.stopping and not http1.unparsed_bytes
 
     def _done(self, close: bool) -> None:
         """The answer is written."""
-        connection, http1 = self._connection, self.http1
+        wire, http1 = self._wire, self.http1
         self.exchange = None
         if close:
-            connection.finish()
+            wire.finish()
             return
         if self._begun or self._asked:
             self._begun = self._closes = self._chunked = self._asked = False
         http1.answered()
         if not http1.idle:
-            connection.turn()
-        elif connection.ended:
-            connection.finish()
+            wire.turn()
+        elif wire.ended:
+            wire.finish()
         else:
-            connection.since_s = self.peer.loop.time()
-        if not connection.reading:
-            connection.set_reading()
+            wire.since_s = self.peer.loop.time()
+        if not wire.reading:
+            wire.set_reading()
 
     async def drained(self, exchange: Exchange) -> None:
         """Wait until the client has read enough."""
-        await self._connection.drained()
+        await self._wire.drained()

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from service.transport.answer import Answer
 from service.transport.asgi import AsgiExchange
-from service.transport.exchange import Exchange, FastExchange, Start
+from service.transport.exchange import Exchange, FastExchange, Start, Wire
 from service.transport.grpc import GrpcStream
 from service.transport.http2 import ErrorCode, Http2, Stream
 from service.transport.http2_fields import Fields, lines_block, literals, status_field
 from service.transport.http2_head import Http2Head
 from service.transport.refusal import STOPPING, BodyTimeout, Unavailable
+from service.transport.shared import Shared
 from service.transport.streams import too_many_open
-
-if TYPE_CHECKING:
-    from service.transport.connection import Connection
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +42,11 @@ class Http2Exchanges:
     """How long, and how much of, what a client still sends is read and dropped at the end. Its
     windows have room for 1 MiB."""
 
-    def __init__(self, connection: Connection) -> None:
-        door = connection.door
-        self._connection, self.door, self.peer = connection, door, connection.peer
-        self.places = door.places
+    def __init__(self, wire: Wire, shared: Shared) -> None:
+        self._wire, self._shared, self.peer = wire, shared, wire.peer
+        self.places = shared.places
         self._write_planned = False
-        self.http2 = Http2(self, door.block_cache)
+        self.http2 = Http2(self, shared.block_cache)
         self._waiting: list[Exchange] = []
         """Opened or continued by what was read, and not complete."""
         self._more = False
@@ -113,7 +109,7 @@ class Http2Exchanges:
             self._parse(b"")
 
     def _parse(self, data: bytes) -> None:
-        connection, http2 = self._connection, self.http2
+        wire, http2 = self._wire, self.http2
         self._more = http2.receive(data) or http2.rest_s > 0
         waiting, self._waiting = self._waiting, []
         for exchange in waiting:
@@ -125,11 +121,11 @@ class Http2Exchanges:
                     self._crash(exchange)
         if http2.failed is not None:
             self.cancel_all()
-            connection.finish()
+            wire.finish()
             return
         if self._more and not self._planned:
             self._planned = True
-            add, step = self.door.turns.add, self._go_on_once
+            add, step = self._shared.turns.add, self._go_on_once
             if http2.rest_s:
                 self.peer.loop.call_later(http2.rest_s, add, step)
             else:
@@ -138,12 +134,12 @@ class Http2Exchanges:
             if self._unfinished is None or not http2.in_block:
                 self._unfinished_s = self.active_s
             self._unfinished = unfinished
-        connection.hold()
-        connection.set_reading()
+        wire.hold()
+        wire.set_reading()
 
     def _go_on_once(self) -> bool:
         self._planned = False
-        if self._connection.may_parse and self._connection.is_there():
+        if self._wire.may_parse and self._wire.is_there():
             self.go_on()
         return False
 
@@ -173,7 +169,7 @@ class Http2Exchanges:
         self.peer.loop.call_later(_LAST_CALLS_S, self._end_requests)
 
     def _end_requests(self) -> None:
-        if self._more or self._connection.waits:  # requests that came before
+        if self._more or self._wire.waits:  # requests that came before
             self.peer.loop.call_later(_LAST_CALLS_S, self._end_requests)
             return
         self.http2.end()
@@ -184,14 +180,14 @@ class Http2Exchanges:
     def look_for_end(self) -> None:
         """End the connection, if all is answered and nothing more will be."""
         done = not self.http2.streams and not self.http2.out
-        if done and (self.http2.ending or self._connection.ended):
-            self._connection.finish()
+        if done and (self.http2.ending or self._wire.ended):
+            self._wire.finish()
 
     def end(self) -> None:
         """Nothing more is read or answered; what is written goes out."""
         out = self.http2.out
-        if out and not self._connection.transport.is_closing():
-            self._connection.transport.write(b"".join(out))
+        if out and not self._wire.transport.is_closing():
+            self._wire.transport.write(b"".join(out))
         out.clear()
         self.cancel_all()
         # Soon, because this may be called by what is being parsed.
@@ -217,12 +213,12 @@ class Http2Exchanges:
         """Close the connection, or a stream, if it waited too long for its client."""
         http2 = self.http2
         http2.refill()
-        if not self._connection.reading:
+        if not self._wire.reading:
             self._unfinished_s = now_s
         waits = http2.opening or (self._unfinished is not None and not self._more)
         since_s = self._opened_s if http2.opening else self._unfinished_s
         if waits and now_s - since_s > header_s:
-            self._connection.transport.abort()
+            self._wire.transport.abort()
             return
         for stream in tuple(http2.streams.values()):
             exchange: Exchange = stream.exchange
@@ -242,7 +238,7 @@ class Http2Exchanges:
         """Close a connection without requests, and find out whether a silent client is there."""
         if self.http2.streams:
             self._asked_s = now_s
-        if self._connection.ended:  # it cannot answer, but if it has closed, what is sent fails
+        if self._wire.ended:  # it cannot answer, but if it has closed, what is sent fails
             self.http2.ping()
         elif now_s - self._asked_s > self.peer.keep_alive_s:
             self.http2.end()
@@ -250,7 +246,7 @@ class Http2Exchanges:
             if self.http2.pings != self._pings:
                 self._pinged_s = 0.0
             elif now_s - self._pinged_s > _PING_S:
-                self._connection.transport.abort()
+                self._wire.transport.abort()
         elif now_s - self.active_s > _PING_AFTER_S:
             self._pinged_s, self._pings = now_s, self.http2.pings
             self.http2.ping()
@@ -259,8 +255,8 @@ class Http2Exchanges:
 
     def read(self, fields: Fields) -> Http2Head:
         """Check the fields of a request. Raises: Malformed."""
-        door = self.door
-        head = Http2Head(fields, door.routes, door.methods, door.gate)
+        shared = self._shared
+        head = Http2Head(fields, shared.routes, shared.methods, shared.gate)
         if head.is_grpc or head.route is not None or head.answer is not None:
             head.headers = []  # only the application reads them: up to 40 KB of a silent call
         return head
@@ -311,7 +307,7 @@ class Http2Exchanges:
     def blocked(self, stream: Stream) -> None:
         """The answer waits for the client's windows."""
         self.places.streams.wait(stream.exchange)
-        if self._connection.ended:  # which will not grow
+        if self._wire.ended:  # which will not grow
             self.peer.loop.call_soon(self._drop_blocked)
 
     def sent(self, stream: Stream) -> None:
@@ -337,15 +333,15 @@ class Http2Exchanges:
 
     def _write(self) -> None:
         self._write_planned = False
-        out, connection = self.http2.out, self._connection
-        if not out or connection.transport.is_closing():
+        out, wire = self.http2.out, self._wire
+        if not out or wire.transport.is_closing():
             out.clear()
             return
         data = out[0] if len(out) == 1 else b"".join(out)
         out.clear()
-        connection.write(data)
+        wire.write(data)
         if self.http2.unsent_bytes > _UNSENT_BYTES:
-            connection.hold()
+            wire.hold()
         self.look_for_end()
 
     # The application: few requests at a time, and none while much of an answer is not sent.
@@ -367,7 +363,7 @@ class Http2Exchanges:
 
     def _run_one(self) -> None:
         self._run_planned = False
-        if self._pending and self._may_run() and not self._connection.closing:
+        if self._pending and self._may_run() and not self._wire.closing:
             exchange = next(iter(self._pending))
             start = self._pending.pop(exchange)
             self._runs += 1
@@ -402,7 +398,7 @@ class Http2Exchanges:
         if not stream.sending:
             return
         length = sum(map(len, rest), len(body))
-        block = self.door.answer_block(answer.status, answer.media_type, length)
+        block = self._shared.answer_block(answer.status, answer.media_type, length)
         if answer.headers:
             block += lines_block(answer.headers)
         block += head.extra
@@ -426,7 +422,7 @@ class Http2Exchanges:
             named = any(name == b"content-length" for name, _ in headers)
             if length is not None and not named and status not in (204, 304):
                 headers.append((b"content-length", b"%d" % length))
-            block = status_field(status) + self.door.common_block + literals(headers)
+            block = status_field(status) + self._shared.common_block + literals(headers)
             self.http2.headers(exchange.stream, block + exchange.head.extra)
 
     def write(self, exchange: Exchange, pieces: Iterable[bytes]) -> None:
@@ -461,7 +457,7 @@ class Http2Exchanges:
 
     def is_read(self, exchange: Exchange) -> bool:
         """Whether the client reads what is written."""
-        return not (exchange.stream.unsent or self._connection.blocked_since_s)
+        return not (exchange.stream.unsent or self._wire.blocked_since_s)
 
     def give_way(self, exchange: Exchange) -> None:
         """End a request that waits: others need its place."""
@@ -474,4 +470,4 @@ class Http2Exchanges:
         """Wait until the client's windows, and its connection, have taken what is written."""
         if exchange.stream.unsent:
             await exchange.wait_until_sent()
-        await self._connection.drained()
+        await self._wire.drained()

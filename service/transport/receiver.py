@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from service.transport.connection import Connection
+from collections.abc import Callable
 
 _READ_BYTES = 512 * 1024
 """The most in one read: others wait for it, 0.1 ms."""
@@ -27,11 +24,13 @@ def replace_protocol(transport: asyncio.Transport, protocol: asyncio.BaseProtoco
 class BodyReceiver(asyncio.BufferedProtocol):
     """Takes the place of `connection` at its transport until `room` is full.
 
-    Everything but the data is passed on to the connection.
+    `arrived` is called with the size of each piece. Everything else is passed on to the connection.
     """
 
-    def __init__(self, connection: Connection, room: memoryview) -> None:
-        self._connection, self._room = connection, room
+    def __init__(
+        self, connection: asyncio.Protocol, room: memoryview, arrived: Callable[[int], None]
+    ) -> None:
+        self._room, self._arrived = room, arrived
         # Looked up by the transport at any time.
         self.connection_lost = connection.connection_lost  # type: ignore[method-assign]
         self.eof_received = connection.eof_received  # type: ignore[method-assign]
@@ -45,7 +44,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """`nbytes` bytes were written to the buffer."""
         self._room = self._room[nbytes:]
-        self._connection.body_arrived(nbytes)
+        self._arrived(nbytes)
 
     def release(self) -> None:
         """Forget the body. uvloop keeps this object until another takes its place."""
