@@ -28,7 +28,6 @@ from service.api.middleware import Middleware
 from service.api.open_inference import OpenInference
 from service.api.paths import POLICY, image_routes
 from service.api.schemas import InfoResponse, LoadedModel
-from service.budget import Budget
 from service.decode.pool import Decoders
 from service.direct import Predictions
 from service.engine.deadlines import Deadlines
@@ -42,13 +41,14 @@ from service.errors import GRPC_STATUS, STATUS
 from service.forms.body import Limits
 from service.observe.metrics import NO_MODEL, Metrics
 from service.observe.traces import Traces
-from service.process.keys import Keys
 from service.request import Requests
 from service.settings import Settings
 from service.transport.access_log import AccessLog, access_log
+from service.transport.budget import Budget
 from service.transport.gate import Gate
 from service.transport.head import FastRoutes
 from service.transport.http2_head import Methods
+from service.transport.keys import Keys
 
 _log = logging.getLogger(__name__)
 

@@ -36,9 +36,16 @@ from lenet.errors import (
     InvalidModel,
     InvalidWeightFile,
 )
-from service.transport import refusal
-from service.transport.refusal import Forbidden, Refusal, StatusCode, Unauthorized
-from service.transport.refusal import shown as shown
+from service.transport import errors as transport
+from service.transport.errors import (
+    CannotListen,
+    Forbidden,
+    InvalidCertificate,
+    Refusal,
+    StatusCode,
+    Unauthorized,
+)
+from service.transport.errors import shown as shown
 
 
 class ServiceError(Refusal):
@@ -51,11 +58,11 @@ class ServiceError(Refusal):
     asked: Any = None
 
 
-class InvalidInput(refusal.InvalidInput, ServiceError):
+class InvalidInput(transport.InvalidInput, ServiceError):
     """The request is malformed."""
 
 
-class TooLarge(refusal.TooLarge, ServiceError):
+class TooLarge(transport.TooLarge, ServiceError):
     """The request exceeds a size limit."""
 
 
@@ -71,7 +78,7 @@ class UnknownModel(ServiceError):
     code, status, grpc_status = "unknown_model", 404, StatusCode.NOT_FOUND
 
 
-class Overloaded(refusal.Overloaded, ServiceError):
+class Overloaded(transport.Overloaded, ServiceError):
     """A queue has no room for this request."""
 
 
@@ -81,7 +88,7 @@ class DeadlineExceeded(ServiceError):
     code, status, grpc_status = "deadline_exceeded", 504, StatusCode.DEADLINE_EXCEEDED
 
 
-class BodyTimeout(refusal.BodyTimeout, DeadlineExceeded):
+class BodyTimeout(transport.BodyTimeout, DeadlineExceeded):
     """The body did not arrive before the deadline."""
 
 
@@ -91,7 +98,7 @@ class Cancelled(ServiceError):
     code, status, grpc_status = "cancelled", 499, StatusCode.CANCELLED
 
 
-class Unavailable(refusal.Unavailable, ServiceError):
+class Unavailable(transport.Unavailable, ServiceError):
     """The server cannot answer now; a retry may succeed."""
 
 
@@ -110,14 +117,6 @@ STATUS = {kind.code: kind.status for kind in _KINDS}
 """HTTP status by error code. 422 is not used."""
 GRPC_STATUS = {kind.code: kind.grpc_status.name for kind in _KINDS}
 """gRPC status by error code."""
-
-
-class InvalidCertificate(Exception):
-    """The certificate or its key cannot be used; the message names the flag and the file."""
-
-
-class CannotListen(OSError):
-    """An address cannot be listened on; the message names it."""
 
 
 class ExitCode(IntEnum):
@@ -154,7 +153,7 @@ def exit_code(error: Exception) -> ExitCode:
 
 def stopping() -> Unavailable:
     """The error of a request that the stopping service cannot answer."""
-    return Unavailable(refusal.STOPPING, retry_after_s=1)
+    return Unavailable(transport.STOPPING, retry_after_s=1)
 
 
 def stopped() -> Unavailable:

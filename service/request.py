@@ -22,7 +22,6 @@ import numpy as np
 from lenet import nvtx
 from lenet.nvtx import span
 from lenet.pixels import Images
-from service.budget import SMALL_BYTES, Budget
 from service.decode.pool import Decoders, Job
 from service.engine.deadlines import Deadlines
 from service.engine.models import Models, ServedModel
@@ -40,7 +39,8 @@ from service.forms.body import Limits
 from service.forms.form import NOTHING, Asked, Body, Content, Decoded, Form
 from service.observe.metrics import NO_MODEL, Metrics, Transport
 from service.observe.traces import Attributes, Ended, Operation, Parent, Traces, batch_attributes
-from service.transport.refusal import INTERNAL, Refusal
+from service.transport.budget import SMALL_BYTES, Budget
+from service.transport.errors import INTERNAL, Refusal
 
 _log = logging.getLogger(__name__)
 

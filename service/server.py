@@ -29,25 +29,19 @@ from starlette.types import ASGIApp
 
 from service.assembly import Service, open_service
 from service.engine.models import Models
-from service.errors import (
-    STARTUP_ERRORS,
-    CannotListen,
-    ExitCode,
-    InvalidCertificate,
-    exit_code,
-    stopped,
-)
+from service.errors import STARTUP_ERRORS, ExitCode, exit_code, stopped
 from service.observe.metrics import Metrics
 from service.process import allocator, descriptors
 from service.process.heartbeat import Heartbeat
-from service.process.listener import BACKLOG, allow_connections, at, listen
-from service.process.sharing import Inbox
 from service.process.signals import Signals
 from service.process.stopping import Stop
-from service.process.tls import ServedCertificate
 from service.settings import Settings
 from service.transport.door import HttpService
+from service.transport.errors import CannotListen, InvalidCertificate
+from service.transport.listener import BACKLOG, allow_connections, at, listen
 from service.transport.server import HttpServer
+from service.transport.sharing import Inbox
+from service.transport.tls import ServedCertificate
 from service.transport.turns import Turns
 
 if TYPE_CHECKING:
@@ -226,6 +220,7 @@ async def _answer(
         methods=service.methods if has_grpc else {},
         turns=Turns() if heart is None else Turns(heart.turn),
         app=service.app,
+        return_memory=allocator.return_memory,
     )
     server = HttpServer(
         door,

@@ -21,9 +21,9 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, CliSuppress, NoDecode, SettingsConfigDict
 
-from service.budget import Budget
-from service.process.keys import MIN_CHARACTERS
-from service.process.tls import CertificateFiles
+from service.transport.budget import Budget
+from service.transport.keys import MIN_CHARACTERS
+from service.transport.tls import CertificateFiles
 
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _VERSIONS = re.compile(r"latest(:[1-9][0-9]{0,3})?|all", re.ASCII)

@@ -37,11 +37,11 @@ from service.errors import STARTUP_ERRORS, ExitCode, exit_code
 from service.observe import workers
 from service.process import allocator, mps
 from service.process.heartbeat import BEAT_S, Watch
-from service.process.listener import reserve
 from service.process.shared_folder import shared_folder
-from service.process.sharing import Inbox, Sharing
 from service.process.signals import SIGNALS, Signals, end_with_parent
 from service.settings import Settings
+from service.transport.listener import reserve
+from service.transport.sharing import Inbox, Sharing
 
 _log = logging.getLogger(__name__)
 

@@ -31,10 +31,10 @@ from service.api.app import create_app
 from service.api.paths import image_routes
 from service.errors import GRPC_STATUS, STATUS
 from service.observe.metrics import Metrics
-from service.process.keys import Keys
 from service.settings import Settings
+from service.transport.errors import Forbidden, Refusal, Unauthorized
 from service.transport.grpc import Method
-from service.transport.refusal import Forbidden, Refusal, Unauthorized
+from service.transport.keys import Keys
 from tests.deploy.promql import registered
 from trainer import __main__ as trainer
 from trainer import settings as trainer_settings

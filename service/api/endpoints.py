@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from service.api.routes import ImageRequest, ImageRoute
 from service.errors import Cancelled, stopped
 from service.transport.answer import Answer
-from service.transport.refusal import Refusal
+from service.transport.errors import Refusal
 
 
 def image_endpoint(route: ImageRoute) -> Callable[[Request], Awaitable[Response]]:

@@ -7,9 +7,9 @@ import logging
 import orjson
 
 from service.transport.answer import JSON, Answer, headers_of
+from service.transport.errors import INTERNAL, Refusal
 from service.transport.grpc_status import Status
 from service.transport.grpc_status import status_of as transport_status_of
-from service.transport.refusal import INTERNAL, Refusal
 
 _log = logging.getLogger(__name__)
 

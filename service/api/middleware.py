@@ -9,12 +9,12 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.endpoints import fields, path_of, response
-from service.process.listener import at
 from service.transport.access_log import AccessLog
 from service.transport.answer import refusal
 from service.transport.gate import Gate
 from service.transport.head import MAX_FIELDS, MAX_TARGET_BYTES, RequestHead
 from service.transport.ids import Ids
+from service.transport.listener import at
 
 
 class _Head(RequestHead):

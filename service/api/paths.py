@@ -24,8 +24,8 @@ from service.api.schemas import TIMEOUT_HEADER
 from service.forms.oip_json import LENGTH_HEADER
 from service.request import Requests
 from service.transport.answer import Answer, error_answer
+from service.transport.errors import Refusal
 from service.transport.gate import Policy
-from service.transport.refusal import Refusal
 
 DOCS_FILES = "/docs/static"
 """Path of what `GET /docs` loads."""

@@ -22,8 +22,8 @@ from service.observe.traces import http_operation, parent_of
 from service.pictures.headers import Digits, Invert
 from service.request import Request, Requests, TimesS, Wanted
 from service.transport.answer import Answer, error_answer
+from service.transport.errors import Refusal
 from service.transport.ids import Ids
-from service.transport.refusal import Refusal
 
 PREFIX = "/v2"
 """Paths of the Open Inference Protocol begin so."""

@@ -1,1 +1,1 @@
-"""The process: its signals, files, listeners and memory."""
+"""The process: its signals, files and memory."""

@@ -1,1 +1,1 @@
-"""Bytes on a socket to requests, and answers to bytes. Nothing here knows an image or a model."""
+"""HTTP/1.1, HTTP/2, gRPC and ASGI for asyncio. Nothing here knows a path, an image or a model."""

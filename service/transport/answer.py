@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 import orjson
 
-from service.transport.refusal import Refusal, Unauthorized
+from service.transport.errors import Refusal, Unauthorized
 
 JSON = b"application/json"
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from service.transport.errors import INTERNAL, Refusal
 from service.transport.exchange import Exchange
 from service.transport.head import RequestHead
 from service.transport.http2_fields import is_field
-from service.transport.refusal import INTERNAL, Refusal
 
 _log = logging.getLogger(__name__)
 

@@ -25,13 +25,13 @@ from collections.abc import Callable
 from socket import SO_ERROR, SOL_SOCKET
 from typing import Any, cast
 
+from service.transport.errors import Refusal
 from service.transport.exchange import Peer
 from service.transport.handshake import Handshake
 from service.transport.http1_exchanges import Http1Exchanges
 from service.transport.http2 import PREFACE
 from service.transport.http2_exchanges import Http2Exchanges
 from service.transport.receiver import BodyReceiver, replace_protocol
-from service.transport.refusal import Refusal
 from service.transport.shared import Shared
 from service.transport.turns import SMALL_BYTES
 

@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from service.process.listener import at
 from service.transport.access_log import AccessLog
 from service.transport.answer import Answer
+from service.transport.errors import Refusal, TooLarge, Unavailable
 from service.transport.gate import Policy
 from service.transport.head import FastCall, RequestHead
 from service.transport.ids import Ids
-from service.transport.refusal import Refusal, TooLarge, Unavailable
+from service.transport.listener import at
 
 _log = logging.getLogger(__name__)
 

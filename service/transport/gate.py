@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from service.process.keys import Keys
 from service.transport.answer import Answer, error_answer
+from service.transport.errors import Refusal, shown
 from service.transport.grpc_status import Status, status_of
-from service.transport.refusal import Refusal, shown
+from service.transport.keys import Keys
 
 _log = logging.getLogger(__name__)
 

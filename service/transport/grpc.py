@@ -19,12 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from service.transport.exchange import Exchange, Writer
-from service.transport.grpc_status import OK, Status
-from service.transport.head import FastCall
-from service.transport.http2_fields import literals, status_field
-from service.transport.ids import Ids
-from service.transport.refusal import (
+from service.transport.errors import (
     InvalidInput,
     Overloaded,
     Refusal,
@@ -32,6 +27,11 @@ from service.transport.refusal import (
     WrongCompressedFlag,
     shown,
 )
+from service.transport.exchange import Exchange, Writer
+from service.transport.grpc_status import OK, Status
+from service.transport.head import FastCall
+from service.transport.http2_fields import literals, status_field
+from service.transport.ids import Ids
 from service.transport.streams import Places
 
 _log = logging.getLogger(__name__)

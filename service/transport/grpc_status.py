@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from service.transport.errors import Refusal, StatusCode
 from service.transport.http2_fields import literals
-from service.transport.refusal import Refusal, StatusCode
 
 _MOST_MESSAGE_CHARACTERS = 500
 """The longest text of an error: clients drop metadata over 8 KiB, and a character may take 12."""

@@ -11,9 +11,9 @@ from urllib.parse import unquote_to_bytes
 import httptools
 
 from service.transport.answer import Answer, refusal
+from service.transport.errors import InvalidInput, Refusal, shown
 from service.transport.gate import Gate
 from service.transport.ids import Ids
-from service.transport.refusal import InvalidInput, Refusal, shown
 
 _LENGTH_DIGITS = 20
 """Digits of 2^64, the parser's limit; it accepts any number of leading zeros."""

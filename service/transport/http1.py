@@ -20,8 +20,8 @@ from typing import Protocol
 import httptools
 
 from service.transport.answer import Answer, refusal
+from service.transport.errors import shown
 from service.transport.head import MAX_FIELDS, MAX_TARGET_BYTES, Head, Refused
-from service.transport.refusal import shown
 
 COPIED_BYTES = 16 * 1024
 """A body of fewer bytes is copied out of what was read: for it, a view costs more."""

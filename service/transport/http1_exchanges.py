@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from service.transport.answer import Answer, status_line
 from service.transport.asgi import AsgiExchange
+from service.transport.errors import INTERNAL, BodyTimeout, Refusal
 from service.transport.exchange import BUFFERED_BYTES, Exchange, FastExchange, Start, Wire
 from service.transport.head import Head
 from service.transport.http1 import Http1
-from service.transport.refusal import INTERNAL, BodyTimeout, Refusal
 from service.transport.shared import Shared
 
 _log = logging.getLogger(__name__)

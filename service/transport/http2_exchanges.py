@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from service.transport.answer import Answer
 from service.transport.asgi import AsgiExchange
+from service.transport.errors import STOPPING, BodyTimeout, Unavailable
 from service.transport.exchange import Exchange, FastExchange, Start, Wire
 from service.transport.grpc import GrpcStream
 from service.transport.http2 import ErrorCode, Http2, Stream
 from service.transport.http2_fields import Fields, lines_block, literals, status_field
 from service.transport.http2_head import Http2Head
-from service.transport.refusal import STOPPING, BodyTimeout, Unavailable
 from service.transport.shared import Shared
 from service.transport.streams import too_many_open
 

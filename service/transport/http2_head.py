@@ -7,6 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from service.transport.answer import refusal
+from service.transport.errors import (
+    HeadersTooLarge,
+    InvalidInput,
+    Refusal,
+    Unimplemented,
+    shown,
+)
 from service.transport.gate import Gate
 from service.transport.grpc import ENCODINGS, Method
 from service.transport.head import (
@@ -20,13 +27,6 @@ from service.transport.head import (
 from service.transport.http2 import MAX_HEADER_BYTES, Malformed
 from service.transport.http2_fields import Fields, is_field, is_value, lines_block, list_bytes
 from service.transport.ids import Ids
-from service.transport.refusal import (
-    HeadersTooLarge,
-    InvalidInput,
-    Refusal,
-    Unimplemented,
-    shown,
-)
 
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PATH = re.compile(rb"/[!-~]*")

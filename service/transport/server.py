@@ -9,8 +9,8 @@ import math
 import socket
 from collections.abc import Callable, Iterable
 
-from service.process.sharing import take, take_all
 from service.transport.door import HttpService
+from service.transport.sharing import take, take_all
 
 _log = logging.getLogger(__name__)
 

@@ -9,24 +9,23 @@ from collections.abc import Callable
 from email.utils import formatdate
 from typing import Protocol
 
-from service.budget import Budget
-from service.process.allocator import return_memory
-from service.process.tls import ServedCertificate
 from service.transport.access_log import AccessLog
 from service.transport.answer import status_line
+from service.transport.budget import Budget
+from service.transport.errors import Refusal
 from service.transport.exchange import Application
 from service.transport.gate import Gate
 from service.transport.head import FastRoutes, Head
 from service.transport.http2_fields import literals, status_field
 from service.transport.http2_head import Http2Head, Methods
-from service.transport.refusal import Refusal
 from service.transport.streams import Places
+from service.transport.tls import ServedCertificate
 from service.transport.turns import SingleSteps, Turns
 
 _KNOWN_STARTS = 512
 
 _RETURNED_BYTES = 8 * 1024 * 1024
-"""Free memory is returned to the system when clients hold so much less than before: 200 MB take 20
+"""Clients hold so much less than before when free memory is returned to the system: 200 MB take 20
 ms."""
 
 _COLLECTED_CONNECTIONS = 1000
@@ -79,6 +78,7 @@ class Shared:
         turns: Turns | None = None,
         app: Application = _nothing,
         clock: Callable[[], float] = time.time,
+        return_memory: Callable[[], None] = lambda: None,
     ) -> None:
         self.routes = routes
         self.methods = methods or {}
@@ -112,7 +112,7 @@ class Shared:
         self.stopping = False
         self._sweeping = False
         self._sweep_s = max(0.01, min(1.0, header_timeout_s / 4, keep_alive_s / 4))
-        self._clock = clock
+        self._clock, self._return_memory = clock, return_memory
         self.common_lines = b""
         """Headers of all answers over HTTP/1.1."""
         self.common_block = b""
@@ -187,7 +187,7 @@ class Shared:
         if self.budget.has_shrunk(_RETURNED_BYTES):
             if len(self.connections) <= _COLLECTED_CONNECTIONS:
                 gc.collect()  # connections that have ended keep pages in use until then
-            return_memory()
+            self._return_memory()
         self._sweeping = bool(self.connections)
         if self._sweeping:
             loop.call_later(self._sweep_s, self._sweep, loop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from service.transport.refusal import Overloaded
+from service.transport.errors import Overloaded
 from service.transport.turns import Series, Turns
 
 MAX_OPEN_STREAMS = 8192

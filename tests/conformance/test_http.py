@@ -14,10 +14,10 @@ import orjson
 import pytest
 
 from service.assembly import open_service
-from service.process.listener import listen
 from service.server import _uvicorn as _uvicorn_of
 from service.settings import Settings
 from service.transport.door import HttpService
+from service.transport.listener import listen
 from service.transport.server import HttpServer
 from tests.service.http.conftest import settled
 from tests.service_process import PATIENCE_S

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import h11
 
-from service.budget import Budget
 from service.errors import InvalidInput, Overloaded, TooLarge
 from service.transport.answer import Answer, error_answer
+from service.transport.budget import Budget
 from service.transport.door import HttpService
 from service.transport.http2_exchanges import Http2Exchanges
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick

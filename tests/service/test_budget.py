@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from service.budget import SMALL_BYTES, UNUSED_BYTES, Budget
-from service.errors import Overloaded
+from service.transport.budget import SMALL_BYTES, UNUSED_BYTES, Budget
+from service.transport.errors import Overloaded
 from tests.documented import documented
 
 MIB = 1 << 20

@@ -9,8 +9,8 @@ import pytest
 
 from service import healthcheck
 from service.errors import CannotListen
-from service.process.listener import allow_connections, listen
 from service.settings import Settings
+from service.transport.listener import allow_connections, listen
 
 
 @pytest.fixture

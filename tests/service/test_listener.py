@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from service.errors import CannotListen
-from service.process.listener import allow_connections, listen, reserve
+from service.transport.errors import CannotListen
+from service.transport.listener import allow_connections, listen, reserve
 
 
 def bound(host="127.0.0.1", port=0):

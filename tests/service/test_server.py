@@ -20,14 +20,14 @@ from benchmarks.grpc_stub import Stub
 from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
 from service.assembly import open_service
-from service.budget import Budget
 from service.errors import ExitCode, Unavailable
 from service.forms import open_inference_pb2 as pb
-from service.process.sharing import AT_ONCE
 from service.process.signals import SAME_STOP_S, Signals
 from service.process.stopping import Stop
 from service.settings import Settings
+from service.transport.budget import Budget
 from service.transport.server import HttpServer
+from service.transport.sharing import AT_ONCE
 from tests.service.http.doors import until
 from tests.service_process import PATIENCE_S
 from tests.tasks import submit

@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from service.process.listener import allow_connections, reserve
-from service.process.sharing import AT_ONCE, Sharing, take
+from service.transport.listener import allow_connections, reserve
+from service.transport.sharing import AT_ONCE, Sharing, take
 
 
 class Worker:

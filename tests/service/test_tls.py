@@ -7,9 +7,9 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
-from service.errors import InvalidCertificate
-from service.process import tls
-from service.process.tls import CertificateFiles, ServedCertificate
+from service.transport import tls
+from service.transport.errors import InvalidCertificate
+from service.transport.tls import CertificateFiles, ServedCertificate
 
 
 @pytest.fixture

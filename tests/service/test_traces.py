@@ -32,8 +32,8 @@ from service.observe.traces import (
     http_operation,
     parent_of,
 )
+from service.transport.errors import Refusal
 from service.transport.ids import Ids
-from service.transport.refusal import Refusal
 from tests.collector import ENDLESS_BYTES, attributes, collector
 from tests.service_process import PATIENCE_S
 

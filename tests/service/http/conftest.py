@@ -17,9 +17,9 @@ from lenet.context import ExecutionContext
 from service.api.schemas import ErrorResponse
 from service.assembly import open_service
 from service.engine.batcher import Batcher
-from service.process.listener import listen as bind
 from service.settings import Settings
 from service.transport.door import HttpService
+from service.transport.listener import listen as bind
 from service.transport.server import HttpServer
 from tests.service.http.doors import until
 from tests.service_process import PATIENCE_S

@@ -7,9 +7,9 @@ import re
 from contextlib import asynccontextmanager
 from functools import partial
 
-from service.budget import Budget
 from service.errors import InvalidInput, TooLarge, UnknownModel
 from service.transport.answer import Answer, error_answer
+from service.transport.budget import Budget
 from service.transport.door import HttpService
 from tests.service_process import PATIENCE_S
 

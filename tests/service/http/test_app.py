@@ -26,7 +26,7 @@ from service.api.schemas import InfoResponse, PredictResponse
 from service.errors import STATUS
 from service.forms.body import ACCEPTED
 from service.observe.metrics import Metrics
-from service.transport.refusal import Refusal
+from service.transport.errors import Refusal
 from tests.conftest import draw_weights
 from tests.documented import documented
 from tests.service.http.doors import until

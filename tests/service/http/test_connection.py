@@ -18,11 +18,11 @@ import trustme
 import uvloop
 
 from service.api.schemas import ErrorResponse
-from service.budget import UNUSED_BYTES
 from service.errors import Overloaded, TooLarge, Unavailable
-from service.process.tls import CertificateFiles, ServedCertificate
 from service.transport import door
+from service.transport.budget import UNUSED_BYTES
 from service.transport.gate import Gate
+from service.transport.tls import CertificateFiles, ServedCertificate
 from tests.service.http import doors
 from tests.service.http.doors import HUGE, MEBIBYTE, running, until
 from tests.service.http.test_http2 import (

@@ -28,13 +28,13 @@ from service.errors import (
     UnknownModel,
     UnsupportedMediaType,
 )
+from service.transport.errors import StatusCode
 from service.transport.gate import Gate
 from service.transport.grpc import GrpcStream, timeout_s_of
 from service.transport.grpc_status import Status
 from service.transport.http2 import Malformed
 from service.transport.http2_head import Http2Head
 from service.transport.ids import Ids
-from service.transport.refusal import StatusCode
 from service.transport.streams import OpenStreams
 
 MOST = 1_000_000

@@ -10,12 +10,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.api.paths import POLICY
-from service.process.keys import Keys
 from service.transport.gate import Gate
 from service.transport.grpc import Method, timeout_s_of
 from service.transport.head import Head
 from service.transport.http2 import Http2
 from service.transport.http2_head import Http2Head
+from service.transport.keys import Keys
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST, SETTINGS, PUSH, PING, GOAWAY, UPDATE, CONTINUATION = range(10)

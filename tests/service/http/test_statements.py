@@ -14,9 +14,9 @@ import pytest
 
 import tests.service.http.test_http2 as h2
 from service.api import grpc_methods
-from service.budget import Budget
-from service.process.keys import Keys
+from service.transport.budget import Budget
 from service.transport.door import HttpService
+from service.transport.keys import Keys
 from tests.documented import documented
 from tests.faults.http2 import WATCH, call_headers, literal, message
 from tests.fuzz.connection import Transport
@@ -37,7 +37,7 @@ class Door:
         models, stand_in, held = SimpleNamespace(ready=True, names=["lenet"]), MagicMock(), Echo()
         held.hold, self.loop = True, Turns()
         routes = {(b"POST", b"/fast"): Echo(), (b"POST", b"/held"): held}
-        methods = grpc_methods.methods(stand_in, stand_in, models, Keys())
+        methods = grpc_methods.methods(stand_in, SimpleNamespace(models=models), Keys())
         app = partial(application, {"begun": []})
         self.door = HttpService(routes, Budget(1 << 30), methods=methods, app=app)
 

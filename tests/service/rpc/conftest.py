@@ -17,9 +17,9 @@ from service.assembly import open_service
 from service.engine.batcher import Batcher
 from service.errors import Unavailable
 from service.forms import open_inference_pb2 as pb
-from service.process.listener import listen
 from service.settings import Settings
 from service.transport.door import HttpService
+from service.transport.listener import listen
 from service.transport.server import HttpServer
 from tests.service_process import PATIENCE_S
 
@@ -54,7 +54,11 @@ class Running:
     """
 
     def __init__(self, service, server, door, port, registry, monkeypatch):
-        self.models, self.budget, self.metrics = service.models, service.budget, service.metrics
+        self.models, self.budget, self.metrics = (
+            service.models,
+            service.budget,
+            service.metrics,
+        )
         self.decoders = service.fast_routes[b"POST", b"/predict"].requests.decoders
         self.gate, self.port = Gate(monkeypatch), port
         self.entered, self.timeouts_s, self.error = asyncio.Event(), [], None

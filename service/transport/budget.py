@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from service.errors import Overloaded
+from service.transport.errors import Overloaded
 
 SMALL_BYTES = 256 * 1024
 """A body up to this size is small: 330 images as bytes, 100 in JSON."""

@@ -1,4 +1,4 @@
-"""Errors that are told to a client, with their status over HTTP and over gRPC.
+"""Errors that are told to a client, with their status over HTTP and over gRPC, and of the start.
 
 Refusal
 ├── InvalidInput            malformed bytes or values; `field` names which
@@ -11,6 +11,11 @@ Refusal
 ├── TooLarge                the body exceeds its limit
 ├── Overloaded              there is no room; retry after `retry_after_s`
 └── Unavailable             starting or stopping; retry
+
+InvalidCertificate          the files of a certificate cannot be used
+
+OSError
+└── CannotListen            an address is in use or not on this machine
 """
 
 from __future__ import annotations
@@ -114,6 +119,14 @@ class Unavailable(Refusal):
     """The server cannot answer now; a retry may succeed."""
 
     code, status, grpc_status = "unavailable", 503, StatusCode.UNAVAILABLE
+
+
+class InvalidCertificate(Exception):
+    """The certificate or its key cannot be used; the message names the flag and the file."""
+
+
+class CannotListen(OSError):
+    """An address cannot be listened on; the message names it."""
 
 
 INTERNAL = "internal error; see the server log"

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 
-from service.errors import CannotListen
+from service.transport.errors import CannotListen
 
 BACKLOG = 2048
 """Connections that wait to be accepted, at each address."""

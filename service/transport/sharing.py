@@ -21,7 +21,7 @@ from ctypes import c_longlong
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawValue
 
-from service.process.listener import BACKLOG, allow_connections
+from service.transport.listener import BACKLOG, allow_connections
 
 AT_ONCE = 16
 """Connections that are taken in one turn of an event loop. Those that are open come in between."""

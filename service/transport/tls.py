@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from service.errors import InvalidCertificate
+from service.transport.errors import InvalidCertificate
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-from service.transport.refusal import Forbidden, Refusal, Unauthorized
+from service.transport.errors import Forbidden, Refusal, Unauthorized
 
 MIN_CHARACTERS = 16
 """Least length of a key: 96 random bits in base64."""
