@@ -217,6 +217,7 @@ def reloads(engine, name="a"):
 
 def loaded(engine, name="a"):
     """The versions and digests that the metrics name."""
+    engine.metrics.flush()
     return [
         (sample.labels["version"], sample.labels["sha256"])
         for family in engine.registry.collect()
