@@ -173,6 +173,17 @@ def test_every_name_of_code_in_the_prose_exists(page):
             assert missing == [], code
 
 
+@pytest.mark.parametrize("check", sorted((TOUR / "checks").glob("*.py")), ids=lambda one: one.stem)
+def test_each_check_of_a_page_passes_and_prints(check):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, check]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
 def test_the_index_leads_to_every_page():
     linked = {target for target, _ in ANY_LINK.findall((TOUR / "index.md").read_text())}
     assert {page.name for page in PAGES} - {"index.md"} <= linked

@@ -261,13 +261,14 @@ def commands() -> str:
     width = patch.dict(os.environ, COLUMNS="100")
     with width, contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         load_test.main(["--help"])
+    exits = "Exit codes:" + (trainer.__doc__ or "").partition("Exit codes:")[2]
     options = out.getvalue().partition("\n\n")[2]  # without the usage line
     parts = [
         "## `python -m service`",
         "Also `lenet-serve`. `--help` lists the [settings](settings.md), `--version` prints the "
         "version. [Exit codes](../operations.md#start-and-stop).",
         "## `python -m trainer`",
-        f"Also `lenet-train`.\n\n```text\n{(trainer.__doc__ or '').strip()}\n```",
+        f"Also `lenet-train`. `fit` is the default command.\n\n```text\n{exits.strip()}\n```",
     ]
     for command in ("fit", "search", "compare", "import", "export", "inspect"):
         kind = getattr(trainer_settings, command.capitalize())
@@ -339,27 +340,25 @@ def statements() -> str:
     return _page(
         "Statements and their tests",
         "What the program prints, serves and documents, and how a test finds the same out in "
-        "another way. Each row is a marker of its test, `@pytest.mark.states(subject, text, "
-        "found=...)`, or a pair in one, `@pytest.mark.states(subject, {text: found})`; "
+        "another way, behind the arrow. Each is a marker of its test, "
+        "`@pytest.mark.states(subject, text, found=...)`, or a pair in one, "
+        "`@pytest.mark.states(subject, {text: found})`; "
         "`pytest -m states` runs them all.",
         *(
             part
             for subject in sorted(sections)
             for part in (
                 f"## {subject}",
-                _table(
-                    ("statement", "found otherwise", "test"),
-                    [
-                        (
-                            text,
-                            *("; ".join(dict.fromkeys(part)) for part in zip(*found, strict=True)),
-                        )
-                        for text, found in sections[subject].items()
-                    ],
-                ),
+                "\n".join(_statement(text, found) for text, found in sections[subject].items()),
             )
         ),
     )
+
+
+def _statement(text: str, found: list[tuple[str, str]]) -> str:
+    """`found`: how, and the test, of each marker with this text."""
+    how, tests = (dict.fromkeys(part) for part in zip(*found, strict=True))
+    return f"- {text} -> {'; '.join(how)}. {', '.join(tests)}"
 
 
 def decisions() -> str:
