@@ -18,9 +18,10 @@ import trustme
 import uvloop
 
 from service.api.schemas import ErrorResponse
-from service.errors import Overloaded, TooLarge, Unavailable
+from service.errors import TooLarge, Unavailable
 from service.transport import door
 from service.transport.budget import UNUSED_BYTES
+from service.transport.errors import Overloaded
 from service.transport.gate import Gate
 from service.transport.tls import CertificateFiles, ServedCertificate
 from tests.service.http import doors
