@@ -149,5 +149,5 @@ def test_every_test_that_holds_a_promise_exists():
     assert len(promises) > 40
     for path, name in promises:
         assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), name
-    for row in re.findall(r"^\| .*\btests?/.*$", text, re.MULTILINE):
+    for row in re.findall(r"^- .*\btests?/.*$", text, re.MULTILINE):
         assert "::" in row, f"no test in: {row}"

@@ -118,7 +118,9 @@ def _route(name: str, operation: dict[str, Any]) -> str:
         if one["in"] != "path"
     ]
     if rows:
-        parts.append(_table(("parameter", "in", "value", "meaning"), rows))
+        parts.append(
+            "\n".join(f"- {name}, {place}, {kind}: {text}" for name, place, kind, text in rows)
+        )
     if body := operation.get("requestBody"):
         parts.append(f"Body: {_words(body['content'])}.")
     answers = []
