@@ -251,11 +251,6 @@ async def test_the_totals_are_those_of_each_model(metrics):
     assert (mlp.predicted, mlp.failed, mlp.images, mlp.batches) == (1, 0, 0, 0)
 
 
-def answered(registry):
-    labels = {**OF_LENET, "protocol": "http", "outcome": "ok"}
-    return registry.get_sample_value("lenet_requests_total", labels)
-
-
 # Answered requests
 
 
