@@ -158,9 +158,7 @@ def stopping() -> Unavailable:
 
 def stopped() -> Unavailable:
     """The error of a request that is not answered at the end of the drain."""
-    return Unavailable(
-        "the service stopped before the answer; send this to another instance", retry_after_s=1
-    )
+    return Unavailable(transport.STOPPED, retry_after_s=1)
 
 
 def invalid(field: str, got: str, expected: str) -> InvalidInput:

@@ -79,9 +79,9 @@ async def _receive(request: Request, call: ImageRequest, length: int | None) -> 
                 call.complete()
     except Refusal as exc:
         call.fail(exc)
-    # A middleware may repeat the body: then nothing more is read, and the answer is waited for.
-    if call.done or (await request.receive())["type"] != "http.disconnect":
+    if call.done:
         return False
+    await request.receive()  # nothing but a disconnect follows the body, see `Middleware`
     call.cancel()
     return True
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.endpoints import fields, path_of, response
+from service.errors import invalid, stopped
 from service.transport.access_log import AccessLog
-from service.transport.answer import refusal
+from service.transport.answer import FAILURES, log_failure, refusal
 from service.transport.gate import Gate
 from service.transport.head import MAX_FIELDS, MAX_TARGET_BYTES, RequestHead
 from service.transport.ids import Ids
 from service.transport.listener import at
+
+_MAX_EMPTY_PIECES = 1000
+"""Maximum number of empty pieces before the end of a body: 1 ms without a turn for others."""
 
 
 class _Head(RequestHead):
@@ -49,8 +55,69 @@ class _Head(RequestHead):
         self.answer = refusal(status, "invalid_input", message)
 
 
+class _Exchange:
+    """One request between the server and the application, and what was sent of its answer."""
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, gate: Gate, access: AccessLog | None
+    ) -> None:
+        self._began_s = time.perf_counter()
+        self._scope, self._receive, self._send, self._access = scope, receive, send, access
+        self.head = head = _Head(scope, gate)
+        path = scope.get("raw_path") or quote(scope["path"]).encode()
+        target = path + b"?" * bool(head.query) + head.query
+        self._request = (head.method + b" " + target).decode("latin-1")
+        self._extra = fields(head.extra)
+        self._is_whole = self._is_logged = False
+        self._empty_pieces = self._sent_bytes = 0
+        self.status = 0
+        """That of the answer, once its beginning is sent."""
+
+    async def receive(self) -> Message:
+        """The next piece of the body; after the last, the client's leaving.
+
+        A middleware may repeat the body for ever.
+
+        Raises:
+            InvalidInput: the body has too many empty pieces.
+        """
+        message = await self._receive()
+        if message["type"] == "http.request":
+            if self._is_whole:
+                await asyncio.Event().wait()  # until the answer is sent
+            self._is_whole = not message.get("more_body", False)
+            self._empty_pieces += not (self._is_whole or message.get("body"))
+            if (count := self._empty_pieces) > _MAX_EMPTY_PIECES:
+                raise invalid("body", f"{count} empty pieces", f"at most {_MAX_EMPTY_PIECES}")
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send the next part of the answer."""
+        if message["type"] == "http.response.start":
+            self.status = status = message["status"]
+            if status in FAILURES and self.head.ids:
+                log_failure(self._request, status, self.head.ids)
+            message = {**message, "headers": [*message.get("headers", ()), *self._extra]}
+        else:
+            if self.head.method != b"HEAD":
+                self._sent_bytes += len(message.get("body", b""))
+            if not message.get("more_body", False):
+                self.log()  # before the client has the answer and can ask again
+        await self._send(message)
+
+    def log(self) -> None:
+        """Add the answer to the access log, if there is one and if this is the first call."""
+        if self._access is None or self._is_logged or not self.status:
+            return
+        self._is_logged = True
+        scope, seconds = self._scope, time.perf_counter() - self._began_s
+        client = at(*scope["client"]) if scope.get("client") else "-"
+        answer = self.status, self._sent_bytes, seconds, self.head.ids
+        self._access.add(scope.get("scheme", "http"), client, self._request, *answer)
+
+
 class Middleware:
-    """Keys, CORS, request ids, the limits of a head, HEAD and the access log, around `app`."""
+    """What surrounds `app`: keys, CORS, ids, limits of a head, HEAD, the access log and a drain."""
 
     def __init__(self, app: ASGIApp, gate: Gate, access: AccessLog | None) -> None:
         self._app, self._gate, self._access = app, gate, access
@@ -60,32 +127,17 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began_s = time.perf_counter()
-        head = _Head(scope, self._gate)
-        extra = fields(head.extra)
-        is_head = scope["method"] == "HEAD"
-        status, size = 0, 0
-
-        async def send_with_extra(message: Message) -> None:
-            nonlocal status, size
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), *extra]}
-            elif not is_head:
-                size += len(message.get("body", b""))
-            await send(message)
-
-        if is_head:  # its answer is that to GET; servers leave the body out
-            scope = {**scope, "method": "GET"}
+        exchange = _Exchange(scope, receive, send, self._gate, self._access)
+        head = exchange.head
+        # A mount changes the scope. The answer to HEAD is that to GET; servers leave the body out.
+        inner = {**scope, "method": "GET" if head.method == b"HEAD" else scope["method"]}
         app = self._app if head.answer is None else response(head.answer)
-        path = scope.get("raw_path") or scope["path"].encode()  # a mount changes the scope
-        target = path + b"?" * bool(head.query) + head.query
         try:
-            await app(scope, receive, send_with_extra)
+            await app(inner, exchange.receive, exchange.send)
+        except asyncio.CancelledError:  # uvicorn's, at the end of its drain
+            if exchange.status:
+                raise
+            answer = response(self._gate.policy.answer(head.path, stopped()))
+            await answer(inner, exchange.receive, exchange.send)
         finally:
-            if self._access is not None and status:
-                client = at(*scope["client"]) if scope.get("client") else "-"
-                request = (head.method + b" " + target).decode("latin-1")
-                seconds = time.perf_counter() - began_s
-                scheme = scope.get("scheme", "http")
-                self._access.add(scheme, client, request, status, size, seconds, head.ids)
+            exchange.log()  # an answer that was broken off

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
 import orjson
 
-from service.transport.errors import Refusal, Unauthorized
+from service.transport.errors import Refusal, Unauthorized, Unavailable
+from service.transport.ids import Ids
+
+_log = logging.getLogger(__name__)
 
 JSON = b"application/json"
+
+FAILURES = (Refusal.status, Unavailable.status)
+"""Logged with the ids that the client sent. Late answers are not: any client can cause them."""
+
+_LOGGED_CHARACTERS = 200
 
 
 @dataclass(slots=True)  # not frozen: one is made for each request
@@ -54,6 +63,12 @@ def refusal(status: int, code: str, message: str, field: str = "", headers: byte
     text = message.encode("utf-8", "replace").decode()
     body = orjson.dumps({"error": {"code": code, "field": field, "message": text}})
     return Answer(status, JSON, body, headers)
+
+
+def log_failure(request: str, status: int, ids: Ids) -> None:
+    """Log the ids of a request that got one of `FAILURES`; `request` is its method and target."""
+    request = request[:_LOGGED_CHARACTERS]
+    _log.error("%s was answered with %d: %s", request, status, ids, extra=ids.fields)
 
 
 _STATUS_LINES = {

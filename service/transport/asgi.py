@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from service.transport.errors import INTERNAL, Refusal
+from service.transport.errors import INTERNAL, STOPPED, Refusal, Unavailable
 from service.transport.exchange import Exchange
 from service.transport.head import RequestHead
 from service.transport.http2_fields import is_field
@@ -71,7 +71,8 @@ class AsgiExchange(Exchange):
         try:
             await self.writer.peer.app(self._scope(), self._receive, self._send)
         except asyncio.CancelledError:  # the stop takes too long
-            self.writer.reset(self)
+            if not self._gone:
+                self.fail(Unavailable(STOPPED, retry_after_s=1))
             raise
         except Exception:  # noqa: BLE001 - the application's edge: the client gets an answer
             ids = f": {self.head.ids}" if self.head.ids else ""

@@ -133,6 +133,7 @@ INTERNAL = "internal error; see the server log"
 """The message of an unexpected error, which is hidden from the client."""
 
 STOPPING = "the service is stopping; send this to another instance"
+STOPPED = "the service stopped before the answer; send this to another instance"
 
 
 _SHOWN_CHARACTERS = 40

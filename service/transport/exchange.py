@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections import deque
@@ -12,19 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from service.transport.access_log import AccessLog
-from service.transport.answer import Answer
-from service.transport.errors import Refusal, TooLarge, Unavailable
+from service.transport.answer import FAILURES, Answer, log_failure
+from service.transport.errors import Refusal, TooLarge
 from service.transport.gate import Policy
 from service.transport.head import FastCall, RequestHead
 from service.transport.ids import Ids
 from service.transport.listener import at
-
-_log = logging.getLogger(__name__)
-
-_FAILURES = (Refusal.status, Unavailable.status)
-"""Logged with the ids that the client sent. Late answers are not: any client can cause them."""
-
-_LOGGED_CHARACTERS = 200
 
 BUFFERED_BYTES = 64 * 1024
 """Bytes of a body that an application has not asked for before reading pauses; a larger body of a
@@ -260,10 +252,8 @@ class Exchange:
     def log_http(self, status: int, size: int) -> None:
         """Log an answer with an HTTP status, and the ids of a request that failed on our side."""
         head = self.head
-        if status in _FAILURES and head is not None and head.ids:
-            request = self.request[:_LOGGED_CHARACTERS]
-            extra = head.ids.fields
-            _log.error("%s was answered with %d: %s", request, status, head.ids, extra=extra)
+        if status in FAILURES and head is not None and head.ids:
+            log_failure(self.request, status, head.ids)
         if self.writer.peer.access is not None:
             if head is not None and head.method == b"HEAD":
                 size = 0
@@ -385,7 +375,7 @@ class FastExchange(Exchange):
     def _reply(self, answer: Answer) -> None:
         self._call = self._refusal = None
         writer = self.writer
-        if writer.peer.access is not None or answer.status in _FAILURES:
+        if writer.peer.access is not None or answer.status in FAILURES:
             self.log_http(answer.status, sum(map(len, answer.rest), len(answer.body)))
         writer.answer(self, answer)
         if answer.rest:

@@ -72,8 +72,12 @@ class Opened:
 
     async def begin(self, ask=None, held_back=0):
         """A client that has sent `ask` but its last `held_back` bytes."""
+        return await self.send(self.door.form.message(ask or Ask()), held_back)
+
+    async def send(self, message, held_back=0):
+        """A client that has sent `message` but its last `held_back` bytes."""
         client = await self._open()
-        client.send(self.door.form.message(ask or Ask()), held_back)
+        client.send(message, held_back)
         return client
 
     async def end(self, client):
@@ -84,8 +88,7 @@ class Opened:
         return await self.end(await self.begin(ask))
 
     async def is_ready(self):
-        client = await self._open()
-        client.send(self.door.form.probe())
+        client = await self.send(self.door.form.probe())
         return self.door.form.is_ready(await client.reply())
 
     async def _open(self):

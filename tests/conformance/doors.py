@@ -378,15 +378,14 @@ class Door(NamedTuple):
     Attributes:
         server: opens it, see `servers`.
         can: what not every server does: "stop" (leave a port, answer what was accepted), "give up"
-            (say so to whom it has no more time for), "log" (have an access log), "log faults" (with
-            the id of the request).
+            (say so to whom it has no more time for), "log" (have an access log).
     """
 
     name: str
     server: Callable[..., Any]
     transport: type[Transport]
     form: Form
-    can: frozenset[str] = frozenset(("stop", "give up", "log", "log faults"))
+    can: frozenset[str] = frozenset(("stop", "give up", "log"))
 
     def status(self, code):
         """The status of an error."""
@@ -409,12 +408,12 @@ DOORS = (
     Door("HTTP/1.1 TensorFlow", own, Http1, Tensorflow()),
     Door("gRPC", own, Http2, ModelInfer()),
     Door("stream", own, Http2, Stream()),
-    Door("uvicorn", uvicorn, Http1, Predict(), frozenset(("stop", "give up", "log"))),
+    Door("uvicorn", uvicorn, Http1, Predict()),
     Door("ASGI", none, Asgi, Predict(), frozenset(("log",))),
 )
 
 
-def doors_that(can):
-    """A mark for promises that not every server gives."""
-    doors = [door for door in DOORS if can in door.can]
+def doors_that(can, form=object):
+    """A mark for promises that not every server gives, or of requests in one class of forms."""
+    doors = [door for door in DOORS if can in door.can and isinstance(door.form, form)]
     return pytest.mark.parametrize("door", doors, indirect=True, ids=[door.name for door in doors])

@@ -11,9 +11,12 @@ import pytest
 from lenet.model import Model
 from lenet.reference import logits, softmax
 from service.engine.batcher import Batcher
+from service.engine.repository import Repository
+from service.observe.metrics import Metrics
 from service.request import Request
 from tests.conformance.conftest import images
-from tests.conformance.doors import Ask, doors_that
+from tests.conformance.doors import Ask, Predict, doors_that
+from tests.conformance.transports import Message
 from tests.service.http.doors import until
 
 IDS = {"x-request-id": "r1", "traceparent": f"00-{'4b' * 16}-{'0a' * 8}-01"}
@@ -286,7 +289,7 @@ async def test_a_bug_is_logged_with_the_id_of_its_request_and_hidden(
         (record,) = [record for record in caplog.records if record.exc_info]
         assert "secret" in str(record.exc_info[1])
         named = [one.request_id for one in caplog.records if "was answered with" in one.message]
-        assert named == ["r1"] * ("log faults" in door.can and "status" in door.form.says)
+        assert named == ["r1"] * ("status" in door.form.says)
         assert (await service.ask()).version == "3"
         await service.assert_counted(internal=1, ok=1)
 
@@ -378,6 +381,40 @@ async def test_what_a_stop_has_no_time_for_is_sent_elsewhere(opened, door, devic
         device.release()
         await service.serving
         await service.assert_counted(unavailable=3)
+
+
+@doors_that("give up", Predict)
+@pytest.mark.parametrize(
+    ("path", "held", "is_plain"),
+    [
+        ("/v2/repository/index", (Repository, "index"), True),
+        ("/metrics", (Metrics, "exposition"), False),
+    ],
+)
+async def test_what_a_stop_has_no_time_for_is_sent_elsewhere_without_images_too(
+    opened, monkeypatch, path, held, is_plain
+):
+    began = asyncio.Event()
+
+    async def hang(_):
+        began.set()
+        await asyncio.Event().wait()
+
+    async with opened(drain_timeout_s=0, admin_keys=KEY) as service:
+        with monkeypatch.context() as patch:
+            patch.setattr(*held, hang)
+            method = "POST" if is_plain else "GET"
+            client = await service.send(Message(method, path, {**bearer(KEY), **IDS}, b""))
+            await began.wait()
+            service.stop()
+            reply = await client.reply()
+            await service.serving
+        words = "the service stopped before the answer; send this to another instance"
+        error = {"code": "unavailable", "field": "", "message": words}
+        assert json.loads(reply.body) == {"error": words if is_plain else error}
+        expected = {"content-type": "application/json", "retry-after": "1", "x-request-id": "r1"}
+        assert reply.status == 503
+        assert expected.items() <= reply.headers.items()
 
 
 # Ids

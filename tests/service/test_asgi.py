@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import warnings
 
@@ -97,20 +98,25 @@ async def test_a_wrong_variable_is_named(monkeypatch):
             pytest.fail("it opened")
 
 
-async def call_predict(app, receive):
-    """The messages that answer `POST /predict` of one image, whose body `receive` sends."""
+async def call(app, receive, path="/predict", length=784):
+    """The messages that answer a POST, of one image by default, whose body `receive` sends."""
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    headers = [(b"content-type", b"application/octet-stream"), (b"content-length", b"784")]
-    scope = {"type": "http", "method": "POST", "path": "/predict", "query_string": b""}
+    headers = [
+        (b"content-type", b"application/octet-stream"),
+        (b"content-length", b"%d" % length),
+        (b"authorization", b"Bearer an-administrators-key"),
+    ]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
     await app({**scope, "headers": headers}, receive, send)
     return sent
 
 
-async def test_a_middleware_that_repeats_the_body_for_ever_gets_an_answer(opened):
+@pytest.mark.parametrize("rows", [1, 600])  # one answer, and one that is sent in pieces
+async def test_a_middleware_that_repeats_the_body_for_ever_gets_an_answer(tiny_weights, rows):
     received = 0
 
     async def receive():
@@ -118,11 +124,30 @@ async def test_a_middleware_that_repeats_the_body_for_ever_gets_an_answer(opened
         received += 1
         if received > 9:
             return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": bytes(784)}
+        return {"type": "http.request", "body": bytes(784 * rows)}
 
-    start, body = await call_predict(opened.asgi, receive)
-    assert (start["status"], received) == (200, 2), body
+    async with open_service(Settings(weights=tiny_weights, device="cpu")) as opened:
+        start, *pieces = await call(opened.asgi, receive, length=784 * rows)
+    body = b"".join(piece.get("body", b"") for piece in pieces)
+    assert (start["status"], received) == (200, 2 if rows == 1 else 3), body
+    assert len(json.loads(body)["predictions"]) == rows
     assert (b"x-model-version", b"1") in start["headers"]
+
+
+@pytest.mark.parametrize("path", ["/predict", "/v2/repository/index"])
+async def test_a_middleware_that_sends_empty_pieces_for_ever_gets_an_error(opened, path):
+    received = 0
+
+    async def receive():
+        nonlocal received
+        received += 1
+        if received > 9999:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": b"", "more_body": True}
+
+    start, body = await call(opened.asgi, receive, path)
+    assert start["status"] == 400
+    assert b"body: got 1001 empty pieces, expected at most 1000" in body["body"]
 
 
 async def test_a_cancelled_request_is_sent_elsewhere(opened, monkeypatch):
@@ -135,7 +160,7 @@ async def test_a_cancelled_request_is_sent_elsewhere(opened, monkeypatch):
             await asyncio.Event().wait()
         return messages.pop()
 
-    task = asyncio.create_task(call_predict(opened.asgi, receive))
+    task = asyncio.create_task(call(opened.asgi, receive))
     start, body = await task
     assert start["status"] == 503
     assert (b"retry-after", b"1") in start["headers"]
@@ -156,7 +181,13 @@ def test_header_lines_of_one_name_stay_apart_in_a_response():
 
 @pytest.fixture
 async def opened(tiny_weights):
-    settings = Settings(weights=tiny_weights, device="cpu", max_batch_rows=2, max_images=9)
+    settings = Settings(
+        weights=tiny_weights,
+        device="cpu",
+        max_batch_rows=2,
+        max_images=9,
+        admin_keys="an-administrators-key",
+    )
     async with open_service(settings) as opened:
         yield opened
 
