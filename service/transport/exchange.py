@@ -310,7 +310,8 @@ class FastExchange(Exchange):
         call = self._call
         if data:
             self.writer.taken(self, len(data))
-        is_all = end and not self._received_bytes
+        # An announced length was checked with the headers; any other is by `call.data`.
+        is_all = end and not self._received_bytes and self.head.length is not None
         self._received_bytes += len(data)
         if call is None:
             if self._refusal is not None and (end or self._received_bytes > BUFFERED_BYTES):

@@ -299,8 +299,10 @@ class Http1Exchanges:
         length = sum(map(len, rest), len(body)) if rest else len(body)
         start = self._shared.answer_start(answer.status, answer.media_type, length)
         close = self._ends(head)
-        connection = extra = b""
-        if head is not None:
+        connection = b""
+        if head is None:
+            extra = self._shared.gate.cors_lines({})
+        else:
             extra = head.extra
             if head.method == b"HEAD":
                 body = b""

@@ -340,7 +340,7 @@ class Stream(ModelInfer):
 
 def call(path, content, headers=MappingProxyType({})):
     kind = {"content-type": "application/grpc", "te": "trailers"}
-    return Message("POST", path, {**kind, **headers}, framed(content))
+    return Message("POST", path, {**kind, **headers}, framed(content), has_length=False)
 
 
 def framed(content):

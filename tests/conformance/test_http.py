@@ -297,13 +297,15 @@ async def test_a_header_that_may_be_given_once_is_refused_when_it_is_given_twice
 
 
 def refused_head(response, status, words):
+    """`response` is an error in JSON, for which CORS is on."""
     found = error(response)
+    assert response.headers["vary"] == "origin"
     assert found[:2] == (status, "invalid_input")
     assert re.fullmatch(words, found[2])
 
 
 async def test_the_fields_and_the_target_of_a_request_have_a_limit(open_door):
-    async with open_door() as opened:
+    async with open_door(cors_origins=ORIGIN) as opened:
         fields = [(f"x-{number}", "") for number in range(150)]
         response = await opened.client.get("/healthz", headers=fields)
         refused_head(response, 431, r"headers: got (at least )?1\d\d fields, expected at most 100")
@@ -328,7 +330,7 @@ async def test_a_header_that_does_not_end_is_refused(open_door, door):
 @pytest.mark.parametrize("door", ["HTTP/1.1", "uvicorn", "ASGITransport"], indirect=True)
 async def test_a_length_beside_chunks_is_refused(open_door):
     headers = {**BYTES, "Content-Length": "5", "Transfer-Encoding": "chunked"}
-    async with open_door() as opened:
+    async with open_door(cors_origins=ORIGIN) as opened:
         content = slowly(bytes(392_000), bytes(392_000))
         response = await opened.client.post("/predict", content=content, headers=headers)
         refused_head(response, 400, "malformed HTTP request; expected HTTP/1.1(, in the clear)?")

@@ -132,6 +132,16 @@ async def test_a_body_that_is_too_large_is_refused_before_it_has_come(opened, do
     assert device.rows == 0
 
 
+async def test_a_body_of_unknown_length_in_one_piece_has_the_limit_too(opened, door, device):
+    message = door.form.message(Ask(images(13)))._replace(has_length=False)
+    async with opened(max_body_bytes=10_000) as service:
+        outcome = await service.end(await service.send(message))
+        words = ", expected at most 10000 bytes"
+        door.assert_refused(outcome, "too_large", words, field="content")
+        await service.assert_counted(too_large=1)
+    assert device.rows == 0
+
+
 async def test_a_key_is_needed_where_there_are_keys(opened, door, device):
     async with opened(api_keys=f"{KEY},{OTHER}") as service:
         for wrong in ({}, bearer(KEY[:-1]), bearer("wrong"), {"authorization": f"Basic {KEY}"}):

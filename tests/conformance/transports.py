@@ -18,13 +18,19 @@ from tests.service_process import PATIENCE_S
 
 
 class Message(NamedTuple):
-    """A request. `is_answered(body)`: whether that is an answer, before the end of the reply."""
+    """A request.
+
+    Attributes:
+        is_answered: whether a body is an answer before the end of the reply.
+        has_length: whether the client says the length of the body at its beginning.
+    """
 
     method: str
     path: str
     headers: dict[str, str]
     body: bytes
     is_answered: Callable[[bytes], bool] = lambda _: False
+    has_length: bool = True
 
 
 class Reply(NamedTuple):
@@ -92,8 +98,10 @@ class Http1(Transport):
 
     def _begin(self, message):
         self._h11 = h11.Connection(h11.CLIENT)
-        length = {"Host": "a", "Content-Length": str(self._missing)}
-        headers = [*length.items(), *message.headers.items()]
+        length = {"Transfer-Encoding": "chunked"}
+        if message.has_length:
+            length = {"Content-Length": str(self._missing)}
+        headers = [("Host", "a"), *length.items(), *message.headers.items()]
         return self._h11.send(
             h11.Request(method=message.method, target=message.path, headers=headers)
         )
@@ -133,7 +141,7 @@ class Http2(Transport):
         self._h2.initiate_connection()
         names = {":method": message.method, ":scheme": "http", ":authority": "a"}
         names[":path"] = message.path
-        if "te" not in message.headers:  # gRPC does not say the length
+        if message.has_length:
             names["content-length"] = str(self._missing)
         names |= {name.lower(): text for name, text in message.headers.items()}
         self._h2.send_headers(1, [*names.items()], end_stream=not self._missing)
@@ -199,7 +207,9 @@ class Asgi(Transport):
 
     def send(self, message, held_back=0):
         path, _, query = message.path.partition("?")
-        length = {"host": "a", "content-length": str(len(message.body))}
+        length = {"host": "a"}
+        if message.has_length:
+            length["content-length"] = str(len(message.body))
         fields = {name.lower(): text for name, text in message.headers.items()}
         scope = {
             "type": "http",
