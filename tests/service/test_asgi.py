@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import service.asgi
-from lenet.errors import InvalidSettings
+from lenet.errors import InvalidSettings, InvalidWeightFile
 from service.api.endpoints import response
 from service.assembly import open_service
 from service.engine.batcher import Batcher
@@ -96,6 +96,32 @@ async def test_a_wrong_variable_is_named(monkeypatch):
     with pytest.raises(InvalidSettings, match="LENET_MAX_IMAGES"):
         async with service.asgi.open_app():
             pytest.fail("it opened")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error", "words"),
+    [
+        ("MAX_IMAGES", "0", InvalidSettings, r"LENET_MAX_IMAGES is '0', expected a .*"),
+        ("MODELS", "none", InvalidWeightFile, r".*none.*"),
+    ],
+)
+async def test_a_start_that_fails_is_one_line(
+    environment, monkeypatch, variable, value, error, words
+):
+    monkeypatch.setenv(f"LENET_{variable}", value)
+    sent = []
+
+    async def receive():
+        return {"type": "lifespan.startup"}
+
+    async def send(message):
+        sent.append(message)
+
+    with pytest.raises(error):
+        await service.asgi.app({"type": "lifespan", "state": {}}, receive, send)
+    (message,) = sent
+    assert message["type"] == "lifespan.startup.failed"
+    assert re.fullmatch(words, message["message"])
 
 
 async def call(app, receive, path="/predict", length=784):
