@@ -15,7 +15,7 @@ from service.errors import InvalidInput, ServiceError, invalid, shown
 from service.forms import open_inference_pb2 as pb
 from service.forms.cost import message_cost_s
 from service.forms.form import Answered, Asked, Body, Content, Decoded, RequestedOutput
-from service.forms.proto_guard import read_infer_request, split
+from service.forms.proto_guard import read_infer_request, read_names, split
 from service.forms.tensors import (
     ALL_OUTPUTS,
     MAX_ID_CHARACTERS,
@@ -104,6 +104,9 @@ def _parsed(message: bytes | memoryview) -> pb.ModelInferRequest:
     """Raises: InvalidInput."""
     request = read_infer_request(message)
     if isinstance(request, InvalidInput):
+        names = read_names(message)
+        if any(names):
+            request.asked = Asked(*names)
         try:
             raise request
         finally:

@@ -35,6 +35,16 @@ MAX_OTHER_BYTES = 64 * 1024
 MAX_NUMBERS = 1 << 24
 """Limit on the numbers in uint_contents: 21,399 images."""
 
+_FIRST_FIELDS = 8
+_MAX_NAME_BYTES = 1024
+"""Limits on where the names of a message that is refused are looked for."""
+
+_NAMES = (
+    pb.ModelInferRequest.MODEL_NAME_FIELD_NUMBER,
+    pb.ModelInferRequest.MODEL_VERSION_FIELD_NUMBER,
+    pb.ModelInferRequest.ID_FIELD_NUMBER,
+)
+
 _LONGEST_VARINT_BYTES = 10
 _DELIMITED = 2
 _RAW_TAG = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _DELIMITED
@@ -63,6 +73,26 @@ def read_infer_request(message: bytes | memoryview) -> pb.ModelInferRequest | In
         return InvalidInput("message: not a ModelInferRequest", field="message")
     expected = "one input with its numbers packed, many as raw bytes, and at most two outputs"
     return invalid("message", f"more than {excess}", expected)
+
+
+def read_names(message: bytes | memoryview) -> tuple[str, str, str]:
+    """Model, version and id of a message that is refused; "" for one that is not found.
+
+    Clients write them first. Only the first fields are looked at.
+    """
+    found, position = dict.fromkeys(_NAMES, ""), 0
+    try:
+        for _ in range(_FIRST_FIELDS):
+            tag, start, position = _field(message, position)
+            if position > len(message):
+                break
+            is_short = position - start <= _MAX_NAME_BYTES
+            if tag & 7 == _DELIMITED and tag >> 3 in found and is_short:
+                found[tag >> 3] = bytes(message[start:position]).decode()
+    except (DecodeError, UnicodeDecodeError):
+        pass
+    model, version, name = found.values()
+    return model, version, name
 
 
 def split(message: bytes | memoryview) -> tuple[list[memoryview], list[memoryview]] | None:

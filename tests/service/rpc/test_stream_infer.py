@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from service.forms import open_inference_pb2 as pb
 from tests.documented import documented
 from tests.service.http.doors import until
 from tests.service_process import PATIENCE_S
@@ -60,6 +61,28 @@ async def test_a_stream_goes_on_after_a_request_that_is_too_large(start_grpc, ra
     for answer in answers:  # what Triton's clients may wait for
         assert answer.infer_response.parameters["triton_final_response"].bool_param
     assert running.requests("too_large") == 2
+
+
+async def test_a_message_that_is_not_parsed_has_its_id_in_the_error(running, raw_request):
+    """Neither are messages whose model is unknown, which is the mistake to know first."""
+    wrong = {"more than 1024 fields": b"\x2a\0" * 1025, "not a ModelInferRequest": b"\x2a\x7f"}
+    wrong |= {"more than 65536 bytes besides the pixels": b"\x22\x80\x80\x08" + bytes(2**17)}
+    messages = [
+        raw_request(0, id=words, model_name=model).SerializeToString() + part
+        for words, part in wrong.items()
+        for model in ("mlp", "vgg")
+    ]
+    async with running.connect() as stub:
+        stream = stub.channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            response_deserializer=pb.ModelStreamInferResponse.FromString,
+        )
+        answers = [answer async for answer in stream(iter(messages))]
+    assert [one.infer_response.id for one in answers] == [words for words in wrong for _ in "12"]
+    for words, known in zip(wrong, answers[::2], strict=True):
+        assert words in known.error_message
+    for unknown in answers[1::2]:
+        assert "model 'vgg' is not loaded" in unknown.error_message
 
 
 async def test_a_request_is_answered_before_the_next_is_sent(start_grpc, raw_request):
