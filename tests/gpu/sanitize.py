@@ -19,7 +19,7 @@ from lenet.cuda.backend import CudaBackend
 from lenet.cuda.device import Handle
 from lenet.cuda.engines import EngineCatalog
 from lenet.cuda.graphs import Convolution
-from lenet.cuda.kernels import Kernels
+from lenet.cuda.kernels import FOLDER, Kernels
 from lenet.cuda.memory import Arena, Workspace
 from lenet.model import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.weightfile import WeightFile
@@ -96,6 +96,13 @@ def main() -> None:
             dy = cupy.asarray(random.standard_normal((13, 24, 24, 32)).astype(dtype))
             forward = Convolution("forward", "fp32", (13, 28, 28, 1), (32, 5, 5, 1))
             logits = cupy.asarray(random.standard_normal((13, 16)).astype(dtype))
+            macros = {"PITCH": 16, "CLASSES": 10}
+            kernel = kernels.get(FOLDER / "bias_softmax.cu", "bias_softmax", macros)
+            product = cupy.asarray(random.standard_normal((13, 16)).astype(np.float32))
+            bias = cupy.asarray(random.standard_normal(10).astype(np.float32))
+            answers = [cupy.empty((13, 10), np.float32) for _ in range(2)]
+            for blocks in (2, 4):  # warps with several rows, and warps without one
+                kernel((blocks,), (128,), (product, bias, *answers, np.int32(13)))
             dlogits = batch.softmax_cross_entropy(logits, 10, labels, state)
             batch.dropout(dlogits, 10, 0.3, 1, state)
             zeros, half = (cupy.zeros((32, 5, 5, 1), kind) for kind in ("f4", "f2"))

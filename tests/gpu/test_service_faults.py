@@ -154,6 +154,18 @@ def test_a_neighbour_that_takes_all_gpu_memory_does_not_disturb_a_running_servic
     assert "ERROR" not in service.log
 
 
+def test_two_contexts_of_each_of_five_models_take_less_than_1_2_gb(start):
+    """docs/benchmarks.md: 649 MiB on an H100."""
+    free = cupy.cuda.runtime.memGetInfo()[0]  # the first call makes a context of this process
+    committed = ("--weights", str(WEIGHTS.parent), "--default-model", "lenet")
+    limits = ("--contexts", "2", "--max-batch-rows", "0")
+    service = start("--device", "cuda", *committed, *limits).ready()
+    assert service.predict(64)[0] == 200
+    taken_bytes = free - cupy.cuda.runtime.memGetInfo()[0]
+    assert len(json.loads(service.get("/info")[1])["models"]) == 5
+    assert 0 < taken_bytes < 1_200_000_000
+
+
 def test_reloads_do_not_take_gpu_memory(start, write):
     paths = [write("lenet/2", seed=1), write("lenet/3", seed=2)]
     aside = paths[1].with_suffix(".aside")
