@@ -72,7 +72,7 @@ def metrics() -> str:
         "`_bucket`, `_sum` and `_count`. On Linux there are also `process_resident_memory_bytes`, "
         "`process_cpu_seconds_total` and `process_open_fds`, with several workers as sums. "
         "[Operations](../operations.md#metrics) has queries to start with, a dashboard and alerts.",
-        _table(("metric", "type", "labels", "meaning"), rows),
+        _list(rows),
     )
 
 
@@ -118,9 +118,7 @@ def _route(name: str, operation: dict[str, Any]) -> str:
         if one["in"] != "path"
     ]
     if rows:
-        parts.append(
-            "\n".join(f"- {name}, {place}, {kind}: {text}" for name, place, kind, text in rows)
-        )
+        parts.append(_list(rows))
     if body := operation.get("requestBody"):
         parts.append(f"Body: {_words(body['content'])}.")
     answers = []
@@ -235,21 +233,18 @@ def weight_file() -> str:
         "writes. `python -m trainer inspect FILE` shows one, `python -m trainer import` makes one "
         "of weights from elsewhere.",
         "## Metadata",
-        _table(("key", "value"), [(f"`{key}`", _METADATA[key]) for key in metadata]),
+        _list((f"`{key}`", _METADATA[key]) for key in metadata),
         "Keys of `training`:",
-        _table(
-            ("key", "type", "meaning"),
-            [(f"`{key}`", _json_type(value), _TRAINING[key]) for key, value in training.items()],
-        ),
+        _list((f"`{key}`", _json_type(value), _TRAINING[key]) for key, value in training.items()),
         "## Tensors",
         "Those of `lenet`. Filters are (outputs, inputs, height, width), matrices of dense layers "
         "(outputs, inputs). The tensors `golden.*` are the golden vectors.",
-        _table(("tensor", "dtype", "shape"), tensors),
+        _list(tensors),
         "## Limits and checks",
         f"At most {weightfile.MAX_FILE_BYTES >> 20} MiB, of which the header has at most "
         f"{weightfile.MAX_HEADER_BYTES >> 20} MiB; {weightfile.GOLDEN_IMAGES} golden images; "
         f"labels of at most {weightfile.MAX_LABEL_CHARACTERS} characters.",
-        _table(("attack or defect", "check"), attacks),
+        _list(attacks),
     )
 
 
@@ -281,9 +276,9 @@ def commands() -> str:
                 f"The recipe has the flags of `fit`, from `--model` to `--precision`, whose "
                 f"variables begin with `{prefix}` here."
             )
-            parts.append(_settings_table(kind, without=trainer_settings.Recipe))
+            parts.append(_settings_list(kind, without=trainer_settings.Recipe))
         else:
-            parts.append(_settings_table(kind))
+            parts.append(_settings_list(kind))
     parts += ["## `make load-test`", f"```text\n{options.strip()}\n```"]
     return _page("Command lines", *parts)
 
@@ -400,11 +395,24 @@ def _openapi() -> dict[str, Any]:
     return app.openapi()
 
 
-def _settings_table(kind: type[BaseSettings], without: type[BaseSettings] = BaseSettings) -> str:
+def _settings_table(kind: type[BaseSettings]) -> str:
+    return _table(("flag and variable", "value", "default", "meaning"), _settings(kind))
+
+
+def _settings_list(kind: type[BaseSettings], without: type[BaseSettings] = BaseSettings) -> str:
     """Fields of `kind` that `without` does not have."""
+    return _list(
+        (name.replace("<br>", ", "), values, default, text)
+        for name, values, default, text in _settings(kind, without)
+    )
+
+
+def _settings(
+    kind: type[BaseSettings], without: type[BaseSettings] = BaseSettings
+) -> Iterable[tuple[str, str, str, str]]:
+    """Names, values, default and meaning of fields of `kind` that `without` does not have."""
     prefix = kind.model_config["env_prefix"]
     schemas = kind.model_json_schema()["properties"]
-    rows = []
     for name, field in kind.model_fields.items():
         if CLI_SUPPRESS not in field.metadata and name not in without.model_fields:
             flag = f"--{name.rstrip('_').replace('_', '-')}"
@@ -413,9 +421,12 @@ def _settings_table(kind: type[BaseSettings], without: type[BaseSettings] = Base
                 default = ",".join(map(str, default))
             shown = f"`{default}`" if default is not False and default != "" else ""
             variable = f"{prefix}{name}".upper()
-            text = schemas[name]["description"]
-            rows.append((f"`{flag}`<br>`{variable}`", _kind(schemas[name]), shown, text))
-    return _table(("flag and variable", "value", "default", "meaning"), rows)
+            yield (
+                f"`{flag}`<br>`{variable}`",
+                _kind(schemas[name]),
+                shown,
+                schemas[name]["description"],
+            )
 
 
 def _kind(schema: dict[str, Any]) -> str:
@@ -456,6 +467,15 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     heads = tuple(heads)
     lines = [heads, ("---",) * len(heads), *rows]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _list(rows: Iterable[Iterable[str]]) -> str:
+    """A line for each row: its cells, and behind a colon the last of them."""
+    lines = []
+    for row in rows:
+        *cells, text = map(_cell, row)
+        lines.append(f"- {', '.join(filter(None, cells))}: {text}")
+    return "\n".join(lines)
 
 
 def _cell(text: str) -> str:
