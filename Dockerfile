@@ -40,6 +40,7 @@ COPY README.md LICENSE ./
 COPY lenet lenet
 COPY service service
 COPY trainer trainer
+COPY wire wire
 COPY weights weights
 ARG COMMIT=""
 RUN if [ -n "$COMMIT" ]; then echo "$COMMIT" >lenet/COMMIT; fi; \

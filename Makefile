@@ -82,7 +82,7 @@ check: .venv/dev.stamp ## format, lint, types, import contracts, spelling, gener
 	@folder=$$(mktemp -d) && $(PROTOC) --python_out=$$folder --pyi_out=$$folder $(PROTOS:=.proto) && \
 	  for file in $(PROTOS:=_pb2.py) $(PROTOS:=_pb2.pyi); do \
 	  diff -u $$file $$folder/$$file || { echo 'the generated code is out of date: run make proto'; exit 1; }; done; rm -r $$folder
-	@wc -l $$(git ls-files 'lenet/*.py' 'service/*.py' 'trainer/*.py' | grep -v _pb2) | \
+	@wc -l $$(git ls-files 'lenet/*.py' 'service/*.py' 'trainer/*.py' 'wire/*.py' | grep -v _pb2) | \
 	  awk '$$2 != "total" && $$1 > $(LONG_MODULE) {print $$2 " has " $$1 " lines: does it hold one idea?"}'
 
 format: .venv/dev.stamp ## format the code and fix what the linter can

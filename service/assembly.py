@@ -43,12 +43,12 @@ from service.observe.metrics import NO_MODEL, Metrics
 from service.observe.traces import Traces
 from service.request import Requests
 from service.settings import Settings
-from service.transport.access_log import AccessLog, access_log
-from service.transport.budget import Budget
-from service.transport.gate import Gate
-from service.transport.head import FastRoutes
-from service.transport.http2_head import Methods
-from service.transport.keys import Keys
+from wire.access_log import AccessLog, access_log
+from wire.budget import Budget
+from wire.gate import Gate
+from wire.head import FastRoutes
+from wire.http2_head import Methods
+from wire.keys import Keys
 
 _log = logging.getLogger(__name__)
 

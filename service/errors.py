@@ -36,8 +36,8 @@ from lenet.errors import (
     InvalidModel,
     InvalidWeightFile,
 )
-from service.transport import errors as transport
-from service.transport.errors import (
+from wire import errors as wire
+from wire.errors import (
     CannotListen,
     Forbidden,
     InvalidCertificate,
@@ -45,7 +45,7 @@ from service.transport.errors import (
     StatusCode,
     Unauthorized,
 )
-from service.transport.errors import shown as shown
+from wire.errors import shown as shown
 
 
 class ServiceError(Refusal):
@@ -58,11 +58,11 @@ class ServiceError(Refusal):
     asked: Any = None
 
 
-class InvalidInput(transport.InvalidInput, ServiceError):
+class InvalidInput(wire.InvalidInput, ServiceError):
     """The request is malformed."""
 
 
-class TooLarge(transport.TooLarge, ServiceError):
+class TooLarge(wire.TooLarge, ServiceError):
     """The request exceeds a size limit."""
 
 
@@ -78,7 +78,7 @@ class UnknownModel(ServiceError):
     code, status, grpc_status = "unknown_model", 404, StatusCode.NOT_FOUND
 
 
-class Overloaded(transport.Overloaded, ServiceError):
+class Overloaded(wire.Overloaded, ServiceError):
     """A queue has no room for this request."""
 
 
@@ -88,7 +88,7 @@ class DeadlineExceeded(ServiceError):
     code, status, grpc_status = "deadline_exceeded", 504, StatusCode.DEADLINE_EXCEEDED
 
 
-class BodyTimeout(transport.BodyTimeout, DeadlineExceeded):
+class BodyTimeout(wire.BodyTimeout, DeadlineExceeded):
     """The body did not arrive before the deadline."""
 
 
@@ -98,7 +98,7 @@ class Cancelled(ServiceError):
     code, status, grpc_status = "cancelled", 499, StatusCode.CANCELLED
 
 
-class Unavailable(transport.Unavailable, ServiceError):
+class Unavailable(wire.Unavailable, ServiceError):
     """The server cannot answer now; a retry may succeed."""
 
 
@@ -153,12 +153,12 @@ def exit_code(error: Exception) -> ExitCode:
 
 def stopping() -> Unavailable:
     """The error of a request that the stopping service cannot answer."""
-    return Unavailable(transport.STOPPING, retry_after_s=1)
+    return Unavailable(wire.STOPPING, retry_after_s=1)
 
 
 def stopped() -> Unavailable:
     """The error of a request that is not answered at the end of the drain."""
-    return Unavailable(transport.STOPPED, retry_after_s=1)
+    return Unavailable(wire.STOPPED, retry_after_s=1)
 
 
 def invalid(field: str, got: str, expected: str) -> InvalidInput:

@@ -39,8 +39,8 @@ from service.forms.body import Limits
 from service.forms.form import NOTHING, Asked, Body, Content, Decoded, Form
 from service.observe.metrics import NO_MODEL, Metrics, Transport
 from service.observe.traces import Attributes, Ended, Operation, Parent, Traces, batch_attributes
-from service.transport.budget import SMALL_BYTES, Budget
-from service.transport.errors import INTERNAL, Refusal
+from wire.budget import SMALL_BYTES, Budget
+from wire.errors import INTERNAL, Refusal
 
 _log = logging.getLogger(__name__)
 

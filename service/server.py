@@ -36,13 +36,13 @@ from service.process.heartbeat import Heartbeat
 from service.process.signals import Signals
 from service.process.stopping import Stop
 from service.settings import Settings
-from service.transport.door import HttpService
-from service.transport.errors import CannotListen, InvalidCertificate
-from service.transport.listener import BACKLOG, allow_connections, at, listen
-from service.transport.server import HttpServer
-from service.transport.sharing import Inbox
-from service.transport.tls import ServedCertificate
-from service.transport.turns import Turns
+from wire.door import HttpService
+from wire.errors import CannotListen, InvalidCertificate
+from wire.listener import BACKLOG, allow_connections, at, listen
+from wire.server import HttpServer
+from wire.sharing import Inbox
+from wire.tls import ServedCertificate
+from wire.turns import Turns
 
 if TYPE_CHECKING:
     import uvicorn

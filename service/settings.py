@@ -21,9 +21,9 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, CliSuppress, NoDecode, SettingsConfigDict
 
-from service.transport.budget import Budget
-from service.transport.keys import MIN_CHARACTERS
-from service.transport.tls import CertificateFiles
+from wire.budget import Budget
+from wire.keys import MIN_CHARACTERS
+from wire.tls import CertificateFiles
 
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _VERSIONS = re.compile(r"latest(:[1-9][0-9]{0,3})?|all", re.ASCII)

@@ -40,8 +40,8 @@ from service.process.heartbeat import BEAT_S, Watch
 from service.process.shared_folder import shared_folder
 from service.process.signals import SIGNALS, Signals, end_with_parent
 from service.settings import Settings
-from service.transport.listener import reserve
-from service.transport.sharing import Inbox, Sharing
+from wire.listener import reserve
+from wire.sharing import Inbox, Sharing
 
 _log = logging.getLogger(__name__)
 

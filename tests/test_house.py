@@ -16,6 +16,7 @@ import pytest
 import lenet
 import service
 import trainer
+import wire
 from service.errors import STATUS, ExitCode
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +44,7 @@ def modules(package):
 
 
 def test_only_the_edge_needs_a_gpu_library_when_modules_are_imported():
-    every = {name for package in (lenet, service, trainer) for name in every_module(package)}
+    every = {name for package in (lenet, service, trainer, wire) for name in every_module(package)}
     edge = {name for name in every if needs_gpu(name)}
     assert edge
     assert all(name.startswith(("lenet.cuda.", "trainer.ops_cuda.")) for name in edge)
@@ -68,9 +69,10 @@ def test_only_the_edge_needs_a_gpu_library_when_modules_are_imported():
 @pytest.mark.parametrize(
     ("package", "absent"),
     [
-        (lenet, GPU | WEB | {"trainer", "service"}),
+        (lenet, GPU | WEB | {"trainer", "service", "wire"}),
         (service, GPU | {"trainer"}),
-        (trainer, GPU | WEB | {"service"}),
+        (trainer, GPU | WEB | {"service", "wire"}),
+        (wire, GPU | WEB | {"lenet", "numpy", "service", "trainer"}),
     ],
     ids=lambda found: getattr(found, "__name__", ""),
 )

@@ -16,7 +16,7 @@ from tests.service_process import PATIENCE_S, PROJECT, Service
 
 pytestmark = pytest.mark.process  # builds and installs the distribution
 
-PACKAGES = ("lenet", "service", "trainer")
+PACKAGES = ("lenet", "service", "trainer", "wire")
 BESIDE = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 
 

@@ -32,12 +32,12 @@ from service.api.paths import image_routes
 from service.errors import GRPC_STATUS, STATUS
 from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.transport.errors import Forbidden, Refusal, Unauthorized
-from service.transport.grpc import Method
-from service.transport.keys import Keys
 from tests.deploy.promql import registered
 from trainer import __main__ as trainer
 from trainer import settings as trainer_settings
+from wire.errors import Forbidden, Refusal, Unauthorized
+from wire.grpc import Method
+from wire.keys import Keys
 
 ROOT = Path(__file__).parents[1]
 

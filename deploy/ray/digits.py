@@ -19,7 +19,7 @@ from lenet.errors import InvalidSettings
 from service.assembly import open_service
 from service.errors import ServiceError, Unavailable
 from service.settings import Settings
-from service.transport.answer import Answer
+from wire.answer import Answer
 
 RAW = {"content-type": "application/octet-stream", "accept": "application/octet-stream"}
 

@@ -33,8 +33,8 @@ from service.api.v2 import protocol_routes
 from service.engine.models import Models
 from service.errors import shown
 from service.observe.metrics import CONTENT_TYPE, Metrics
-from service.transport.errors import INTERNAL, Refusal
-from service.transport.keys import Keys
+from wire.errors import INTERNAL, Refusal
+from wire.keys import Keys
 
 _MAIN_PATHS = "/predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict, /info"
 _LONGEST_PATH = 64

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 
 from service.api.routes import ImageRequest, ImageRoute
 from service.errors import Cancelled, stopped
-from service.transport.answer import Answer
-from service.transport.errors import Refusal
+from wire.answer import Answer
+from wire.errors import Refusal
 
 
 def image_endpoint(route: ImageRoute) -> Callable[[Request], Awaitable[Response]]:

@@ -6,10 +6,10 @@ import logging
 
 import orjson
 
-from service.transport.answer import JSON, Answer, headers_of
-from service.transport.errors import INTERNAL, Refusal
-from service.transport.grpc_status import Status
-from service.transport.grpc_status import status_of as transport_status_of
+from wire.answer import JSON, Answer, headers_of
+from wire.errors import INTERNAL, Refusal
+from wire.grpc_status import Status
+from wire.grpc_status import status_of as transport_status_of
 
 _log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from service.forms.form import Content
 from service.forms.oip_proto import OipProtoForm
 from service.observe.traces import Operation, grpc_operation, parent_of
 from service.request import Request, Requests, TimesS, Wanted
-from service.transport.errors import Refusal
-from service.transport.grpc import Call, GrpcStream, Method, timeout_s_of
-from service.transport.grpc_status import OK, Status
-from service.transport.head import FastCall
-from service.transport.ids import Ids
+from wire.errors import Refusal
+from wire.grpc import Call, GrpcStream, Method, timeout_s_of
+from wire.grpc_status import OK, Status
+from wire.head import FastCall
+from wire.ids import Ids
 
 SERVICE = "inference.GRPCInferenceService"
 

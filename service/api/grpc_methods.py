@@ -29,10 +29,10 @@ from service.engine.models import Models
 from service.errors import DeadlineExceeded, InvalidInput, UnknownModel, invalid, shown
 from service.forms import open_inference_pb2 as pb
 from service.request import Requests
-from service.transport.errors import BodyTimeout, Refusal
-from service.transport.grpc import GrpcStream, Method, timeout_s_of
-from service.transport.head import FastCall
-from service.transport.keys import Keys
+from wire.errors import BodyTimeout, Refusal
+from wire.grpc import GrpcStream, Method, timeout_s_of
+from wire.head import FastCall
+from wire.keys import Keys
 
 _HEALTH = "grpc.health.v1.Health"
 _REFLECTION = "grpc.reflection.v1.ServerReflection"

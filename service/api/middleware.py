@@ -12,12 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.endpoints import fields, path_of, response
 from service.errors import invalid, stopped
-from service.transport.access_log import AccessLog
-from service.transport.answer import FAILURES, log_failure, refusal
-from service.transport.gate import Gate
-from service.transport.head import MAX_FIELDS, MAX_TARGET_BYTES, RequestHead
-from service.transport.ids import Ids
-from service.transport.listener import at
+from wire.access_log import AccessLog
+from wire.answer import FAILURES, log_failure, refusal
+from wire.gate import Gate
+from wire.head import MAX_FIELDS, MAX_TARGET_BYTES, RequestHead
+from wire.ids import Ids
+from wire.listener import at
 
 _MAX_EMPTY_PIECES = 1000
 """Maximum number of empty pieces before the end of a body: 1 ms without a turn for others."""

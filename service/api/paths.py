@@ -23,9 +23,9 @@ from service.api.routes import (
 from service.api.schemas import TIMEOUT_HEADER
 from service.forms.oip_json import LENGTH_HEADER
 from service.request import Requests
-from service.transport.answer import Answer, error_answer
-from service.transport.errors import Refusal
-from service.transport.gate import Policy
+from wire.answer import Answer, error_answer
+from wire.errors import Refusal
+from wire.gate import Policy
 
 DOCS_FILES = "/docs/static"
 """Path of what `GET /docs` loads."""

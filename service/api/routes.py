@@ -21,9 +21,9 @@ from service.forms.tensorflow import TensorflowForm
 from service.observe.traces import http_operation, parent_of
 from service.pictures.headers import Digits, Invert
 from service.request import Request, Requests, TimesS, Wanted
-from service.transport.answer import Answer, error_answer
-from service.transport.errors import Refusal
-from service.transport.ids import Ids
+from wire.answer import Answer, error_answer
+from wire.errors import Refusal
+from wire.ids import Ids
 
 PREFIX = "/v2"
 """Paths of the Open Inference Protocol begin so."""

@@ -22,7 +22,7 @@ from service.api.openapi import OIP_TAG, REPOSITORY, UNKNOWN, small_body
 from service.api.routes import MODEL, MODEL_VERSION, PREFIX
 from service.api.schemas import ChangeRequest, IndexRequest
 from service.errors import InvalidInput, TooLarge, invalid, shown
-from service.transport.keys import Keys
+from wire.keys import Keys
 
 _MAX_BODY_BYTES = 64 * 1024
 """Limit of repository request bodies."""

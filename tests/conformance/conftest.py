@@ -17,8 +17,8 @@ from service import server
 from service.assembly import open_service
 from service.settings import Settings
 from tests.conformance.doors import DOORS, Ask
-from tests.service.http.doors import until
 from tests.service_process import PATIENCE_S
+from tests.wire.doors import until
 
 
 class Device:

@@ -11,7 +11,7 @@ import contextlib
 import os
 
 from service import server
-from service.transport.listener import allow_connections, listen
+from wire.listener import allow_connections, listen
 
 
 @contextlib.asynccontextmanager

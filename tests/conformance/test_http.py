@@ -16,11 +16,11 @@ import pytest
 from service.assembly import open_service
 from service.server import _uvicorn as _uvicorn_of
 from service.settings import Settings
-from service.transport.door import HttpService
-from service.transport.listener import listen
-from service.transport.server import HttpServer
 from tests.service.http.conftest import settled
 from tests.service_process import PATIENCE_S
+from wire.door import HttpService
+from wire.listener import listen
+from wire.server import HttpServer
 
 DOORS = ("HTTP/1.1", "HTTP/2", "uvicorn", "ASGITransport")
 

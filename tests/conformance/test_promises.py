@@ -17,7 +17,7 @@ from service.request import Request
 from tests.conformance.conftest import images
 from tests.conformance.doors import Ask, Predict, doors_that
 from tests.conformance.transports import Message
-from tests.service.http.doors import until
+from tests.wire.doors import until
 
 IDS = {"x-request-id": "r1", "traceparent": f"00-{'4b' * 16}-{'0a' * 8}-01"}
 KEY, OTHER = "a-key-that-nobody-knows", "another-key-of-a-user"

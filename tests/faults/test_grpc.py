@@ -22,13 +22,13 @@ import pytest
 
 from service.errors import ExitCode
 from service.forms import open_inference_pb2 as pb
-from service.transport.http2 import MAX_STREAMS
-from service.transport.streams import MAX_OPEN_STREAMS
 from tests.faults import http2
 from tests.faults.checks import loop_s, resident_bytes, samples, total, until
 from tests.faults.clients import Pinger
 from tests.service.test_every_route import Certificates
 from tests.service_process import PATIENCE_S
+from wire.http2 import MAX_STREAMS
+from wire.streams import MAX_OPEN_STREAMS
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 MB = 1e6

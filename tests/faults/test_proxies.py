@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.faults.clients import RAW, Connection, ask, assert_same, request
-from tests.service.http.test_rfc import ROWS
 from tests.service_process import PATIENCE_S
+from tests.wire.test_rfc import ROWS
 
 CONFIGURATION = """
 daemon off;

@@ -52,7 +52,7 @@ import os
 from service import supervisor
 
 def count_reads():
-    from service.transport.connection import Connection
+    from wire.connection import Connection
     receive = Connection.data_received
     reads = os.open(f"reads.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     def data_received(self, data):

@@ -16,9 +16,9 @@ import orjson
 from lenet.pixels import Images
 from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
 from service.forms.body import Limits, decode
-from service.transport.answer import error_answer
 from tests.fuzz import samples
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick, quiet
+from wire.answer import error_answer
 
 MAX_IMAGES = 8
 LIMITS = Limits(max_images=MAX_IMAGES, max_picture_pixels=1 << 16)

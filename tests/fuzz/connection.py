@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import h11
 
 from service.errors import InvalidInput, Overloaded, TooLarge
-from service.transport.answer import Answer, error_answer
-from service.transport.budget import Budget
-from service.transport.door import HttpService
-from service.transport.http2_exchanges import Http2Exchanges
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
 from tests.fuzz.turns import Turns
+from wire.answer import Answer, error_answer
+from wire.budget import Budget
+from wire.door import HttpService
+from wire.http2_exchanges import Http2Exchanges
 
 MAX_HEADER_BYTES = 2048
 MAX_BODY_BYTES = 4096
@@ -197,7 +197,7 @@ class ConnectionTarget(Target):
 
     def __init__(self) -> None:
         super().__init__()
-        logger, handler = logging.getLogger("service"), _Log()
+        logger, handler = logging.getLogger("wire"), _Log()
         logger.addHandler(handler)
         self.undo.callback(logger.removeHandler, handler)
 

@@ -24,14 +24,14 @@ from service.forms.form import Form
 from service.forms.oip_json import OipJsonForm
 from service.forms.oip_proto import OipProtoForm
 from service.forms.tensorflow import TensorflowForm
-from service.transport.gate import Gate
-from service.transport.http2 import PREFACE
-from service.transport.http2_fields import Fields
-from service.transport.http2_head import Http2Head
 from tests.fuzz import http2, samples
 from tests.fuzz.connection import ConnectionTarget
 from tests.fuzz.head import HeadTarget
 from tests.fuzz.target import CORPUS, Target, load, mutated
+from wire.gate import Gate
+from wire.http2 import PREFACE
+from wire.http2_fields import Fields
+from wire.http2_head import Http2Head
 
 PROCESS_US = 200.0
 """Largest CPU time a byte in a process of its own, in microseconds."""

@@ -17,10 +17,10 @@ from service.api.routes import prefers
 from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
 from service.forms.body import ACCEPTED, Limits
 from service.request import Requests, Wanted
-from service.transport.gate import Gate
-from service.transport.head import FastRoutes, Head, Refused
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
+from wire.gate import Gate
+from wire.head import FastRoutes, Head, Refused
 
 MAX_BODY_BYTES = 10_000
 TIMEOUT_S = 30.0

@@ -29,11 +29,11 @@ from h2.events import (
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
-from service.transport.gate import Gate
-from service.transport.http2 import MAX_STREAMS, PREFACE, Http2, Stream
-from service.transport.http2_fields import Fields
-from service.transport.http2_head import Http2Head
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
+from wire.gate import Gate
+from wire.http2 import MAX_STREAMS, PREFACE, Http2, Stream
+from wire.http2_fields import Fields
+from wire.http2_head import Http2Head
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, UPDATE, CONTINUATION = range(10)
 END, ACK, WHOLE, PADDED, PRIORITIZED = 1, 1, 4, 8, 32

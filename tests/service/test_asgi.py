@@ -18,8 +18,8 @@ from service.assembly import open_service
 from service.engine.batcher import Batcher
 from service.errors import DeadlineExceeded, InvalidInput, TooLarge, UnknownModel
 from service.settings import Settings
-from service.transport.answer import Answer
 from tests.service_process import PROJECT
+from wire.answer import Answer
 
 PAGE = (PROJECT / "docs/how-to/in-your-application.md").read_text()
 MOUNTED, WITH_ITS_OWN, HTTPX, TESTCLIENT, WITHOUT_HTTP = re.findall(

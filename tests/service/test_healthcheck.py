@@ -10,7 +10,7 @@ import pytest
 from service import healthcheck
 from service.errors import CannotListen
 from service.settings import Settings
-from service.transport.listener import allow_connections, listen
+from wire.listener import allow_connections, listen
 
 
 @pytest.fixture

@@ -25,12 +25,12 @@ from service.forms import open_inference_pb2 as pb
 from service.process.signals import SAME_STOP_S, Signals
 from service.process.stopping import Stop
 from service.settings import Settings
-from service.transport.budget import Budget
-from service.transport.server import HttpServer
-from service.transport.sharing import AT_ONCE
-from tests.service.http.doors import until
 from tests.service_process import PATIENCE_S
 from tests.tasks import submit
+from tests.wire.doors import until
+from wire.budget import Budget
+from wire.server import HttpServer
+from wire.sharing import AT_ONCE
 
 ONE = np.zeros((1, 28, 28), np.uint8)
 

@@ -32,10 +32,10 @@ from service.observe.traces import (
     http_operation,
     parent_of,
 )
-from service.transport.errors import Refusal
-from service.transport.ids import Ids
 from tests.collector import ENDLESS_BYTES, attributes, collector
 from tests.service_process import PATIENCE_S
+from wire.errors import Refusal
+from wire.ids import Ids
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = (Parent(f"00-{TRACE}-{CALLER}-0{flag}", "a=1") for flag in (1, 0))

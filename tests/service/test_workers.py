@@ -16,7 +16,7 @@ from service.observe.metrics import Metrics
 from service.observe.workers import fold
 from service.process import shared_folder as folders
 from service.process.shared_folder import FILE_BYTES, shared_folder
-from tests.service.http.doors import until
+from tests.wire.doors import until
 
 MODEL = "lenet", "1"
 DEATHS = ("lenet_worker_deaths_total",)

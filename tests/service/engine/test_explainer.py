@@ -23,8 +23,8 @@ from service.errors import (
 )
 from tests.conftest import draw_weights
 from tests.documented import documented
-from tests.service.http.doors import until
 from tests.service_process import PATIENCE_S
+from tests.wire.doors import until
 
 
 class Held:

@@ -18,11 +18,11 @@ from service.api.schemas import ErrorResponse
 from service.assembly import open_service
 from service.engine.batcher import Batcher
 from service.settings import Settings
-from service.transport.door import HttpService
-from service.transport.listener import listen as bind
-from service.transport.server import HttpServer
-from tests.service.http.doors import until
 from tests.service_process import PATIENCE_S
+from tests.wire.doors import until
+from wire.door import HttpService
+from wire.listener import listen as bind
+from wire.server import HttpServer
 
 
 class Served:

@@ -26,10 +26,10 @@ from service.api.schemas import InfoResponse, PredictResponse
 from service.errors import STATUS
 from service.forms.body import ACCEPTED
 from service.observe.metrics import Metrics
-from service.transport.errors import Refusal
 from tests.conftest import draw_weights
 from tests.documented import documented
-from tests.service.http.doors import until
+from tests.wire.doors import until
+from wire.errors import Refusal
 
 JSON, RAW, NPY = "application/json", "application/octet-stream", "application/x-npy"
 PNG, JPEG, FORM = "image/png", "image/jpeg", "multipart/form-data; boundary=x"

@@ -16,8 +16,8 @@ from service.engine import explainer
 from tests.conftest import draw_weights
 from tests.documented import documented
 from tests.service.engine.test_explainer import Held
-from tests.service.http.doors import until
 from tests.service.http.test_app import FORM, JPEG, JSON, NPY, PNG, RAW, as_json, form, npy, picture
+from tests.wire.doors import until
 
 ROOT = Path(__file__).parents[3]
 LENET = ROOT / "weights/lenet/2.safetensors"

@@ -18,10 +18,10 @@ from service.engine.batcher import Batcher
 from service.errors import Unavailable
 from service.forms import open_inference_pb2 as pb
 from service.settings import Settings
-from service.transport.door import HttpService
-from service.transport.listener import listen
-from service.transport.server import HttpServer
 from tests.service_process import PATIENCE_S
+from wire.door import HttpService
+from wire.listener import listen
+from wire.server import HttpServer
 
 
 class Gate:

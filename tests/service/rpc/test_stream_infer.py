@@ -10,8 +10,8 @@ import pytest
 
 from service.forms import open_inference_pb2 as pb
 from tests.documented import documented
-from tests.service.http.doors import until
 from tests.service_process import PATIENCE_S
+from tests.wire.doors import until
 
 
 def probabilities(answer):

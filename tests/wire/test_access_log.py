@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+import os
+import queue
+
+import pytest
+
+from wire.access_log import AccessLog
+from wire.ids import Ids
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "has_line"),
+    [
+        *(
+            (f"{method} {path}", 200, False)
+            for method in ("GET", "HEAD")
+            for path in ("/healthz", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready")
+        ),
+        *((method, "OK", False) for method in ("Check", "ServerLive", "ServerReady")),
+        ("Watch", "CANCELLED", False),
+        ("GET /readyz", 503, True),
+        ("GET /metrics", 401, True),
+        ("Check", "UNAVAILABLE", True),
+        ("POST /healthz", 405, True),
+        ("POST /predict", 200, True),
+        ("ModelInfer", "OK", True),
+    ],
+)
+def test_probes_and_scrapes_that_succeed_have_lines_only_where_they_are_wanted(
+    request_, status, has_line
+):
+    for probes, wanted in ((True, True), (False, has_line)):
+        lines = queue.Queue()
+        AccessLog("json", lines, probes).add("http", "-", request_, status, 0, 0.1, Ids())
+        assert lines.qsize() == wanted
+
+
+def test_an_object_has_the_fields_of_a_log_line():
+    lines = queue.Queue()
+    AccessLog("json", lines).add("http", "-", "POST /predict", 200, 0, 0.1, Ids())
+    found = json.loads(lines.get())
+    assert (found["level"], found["pid"], found["logger"]) == ("INFO", os.getpid(), "access")
+
+
+def test_a_line_in_json_has_the_trace_and_span_of_the_caller():
+    trace, span = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    lines = queue.Queue()
+    ids = Ids.read({"x-request-id": "r1", "traceparent": f"00-{trace}-{span}-01"})
+    AccessLog("json", lines).add("http", "-", "POST /predict", 200, 0, 0.1, ids)
+    found = json.loads(lines.get())
+    assert {name: found[name] for name in ("request_id", "trace_id", "span_id")} == {
+        "request_id": "r1",
+        "trace_id": trace,
+        "span_id": span,
+    }

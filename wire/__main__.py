@@ -1,0 +1,118 @@
+"""`python -m wire module:app` serves an ASGI application over HTTP/1.1 and HTTP/2."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from wire.budget import Budget
+from wire.door import HttpService
+from wire.errors import CannotListen, InvalidCertificate
+from wire.exchange import Application
+from wire.listener import allow_connections, at, listen
+from wire.server import HttpServer
+from wire.tls import CertificateFiles, ServedCertificate
+
+_log = logging.getLogger("wire")
+
+
+@asynccontextmanager
+async def lifespan(app: Application) -> AsyncIterator[None]:
+    """Start `app` by ASGI's lifespan protocol, and stop it. Without the protocol nothing is done.
+
+    Raises:
+        RuntimeError: its start failed.
+    """
+    received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    scope = {"type": "lifespan", "asgi": {"version": "3.0"}}
+    task = asyncio.ensure_future(app(scope, received.get, sent.put))
+
+    async def step(name: str) -> dict[str, Any]:
+        received.put_nowait({"type": f"lifespan.{name}"})
+        answer = asyncio.ensure_future(sent.get())
+        await asyncio.wait((answer, task), return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        answer.cancel()
+        return {"type": ""}
+
+    started = await step("startup")
+    if started["type"] == "lifespan.startup.failed":
+        raise RuntimeError(f"the application did not start: {started.get('message', '')}")
+    try:
+        yield
+    finally:
+        if started["type"]:
+            await step("shutdown")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def serve(app: Application, options: argparse.Namespace, stop: asyncio.Event) -> None:
+    """Serve until `stop`. Raises: CannotListen, InvalidCertificate."""
+    certificate = None
+    if options.tls_certificate:
+        files = CertificateFiles(options.tls_certificate, options.tls_key)
+        certificate = ServedCertificate(files)
+    budget = Budget(options.max_in_flight_bytes)
+    listeners = listen(options.host, options.port)
+    async with lifespan(app):
+        server = HttpServer(HttpService({}, budget, app=app, certificate=certificate), 30.0)
+        serving = asyncio.create_task(server.serve(listeners))
+        allow_connections(listeners)
+        scheme = "http" if certificate is None else "https"
+        _log.info("ready: %s://%s", scheme, at(options.host, listeners[0].getsockname()[1]))
+        await stop.wait()
+        server.stop()
+        await serving
+
+
+async def _until_signal(app: Application, options: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await serve(app, options, stop)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m wire", description=__doc__)
+    parser.add_argument("app", help="module:name of the application")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--tls-certificate", type=Path, help="PEM file")
+    parser.add_argument("--tls-key", type=Path, help="PEM file")
+    parser.add_argument(
+        "--max-in-flight-bytes",
+        type=int,
+        default=1 << 30,
+        help="of bodies and answers that are held at a time",
+    )
+    options = parser.parse_args(arguments)
+    if (options.tls_certificate is None) != (options.tls_key is None):
+        parser.error("--tls-certificate and --tls-key: got one of the two, expected both")
+    module, _, name = options.app.partition(":")
+    sys.path.insert(0, "")
+    app = getattr(importlib.import_module(module), name or "app")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        uvloop.run(_until_signal(app, options))
+    except (CannotListen, InvalidCertificate, RuntimeError) as exc:
+        _log.error("%s", exc)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

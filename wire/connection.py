@@ -1,0 +1,454 @@
+"""One connection: an asyncio protocol for HTTP/1.1 and HTTP/2.
+
+What comes goes to `Http1Exchanges` or, behind the preface of HTTP/2, to `Http2Exchanges`. Here is
+what both share: TLS, time, back-pressure, a stop and the end.
+
+What ends a connection:
+
+    TLS -------- a request in the clear -> 400, then lingering; anything else -> closed
+    headers ---- too slow -> closed; malformed, too long -> 400, 431, 501, 505 or GOAWAY; lingering
+    any -------- client gone -> requests cancelled; client does not read -> aborted
+    answered --- "Connection: close", HTTP/1.0 -> lingering
+    idle ------- keep-alive time over, or no answer to a PING -> closed
+    stop ------- HTTP/1.1: after the answers that are due; HTTP/2: GOAWAY for later, what comes
+                 meanwhile is answered, GOAWAY for good; then lingering
+    lingering -- our side is shut, what the client still sends is read and dropped, for a while:
+                 closed with unread bytes in it, a socket resets, and the client loses the answer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from socket import SO_ERROR, SOL_SOCKET
+from typing import Any, cast
+
+from wire.errors import Refusal
+from wire.exchange import Peer
+from wire.handshake import Handshake
+from wire.http1_exchanges import Http1Exchanges
+from wire.http2 import PREFACE
+from wire.http2_exchanges import Http2Exchanges
+from wire.receiver import BodyReceiver, replace_protocol
+from wire.shared import Shared
+from wire.turns import SMALL_BYTES
+
+_log = logging.getLogger(__name__)
+
+_STOP_LINGER_S = 0.2
+_STOP_S = 1.0
+"""At a stop, the most that a client may take for headers, or to read its answers."""
+_LARGE_READ_BYTES = 128 * 1024
+"""After such a read others come first. libuv would read up to 32 times in a row, 8 MB, which takes
+up to 7 ms (H200 machine, 2026-11-22)."""
+_UNREAD_BYTES = 64 * 1024
+"""Unread bytes tolerated over TLS before writing pauses; without TLS uvloop's high-water mark
+applies."""
+_UNREAD_LOOK_S = 0.01
+
+_COUNTED_BYTES = 4096
+"""Received bytes that are not used are counted from so many on."""
+
+
+class Connection(asyncio.Protocol):
+    """The asyncio protocol of one connection."""
+
+    def __init__(self, shared: Shared, loop: asyncio.AbstractEventLoop) -> None:
+        self._shared, self.loop = shared, loop
+        self.transport: asyncio.Transport = None  # type: ignore[assignment]
+        self.plain: asyncio.Transport | None = None  # what TLS writes to
+        self.peer: Peer = None  # type: ignore[assignment]
+        self.exchanges: Http1Exchanges | Http2Exchanges = None  # type: ignore[assignment]
+        self._preface: bytes | None = b""  # of HTTP/2, as far as it has come; None: decided
+        self._receiver: BodyReceiver | None = None  # in this one's place at the transport
+        self.reading = True
+        self._resting = False  # from reading, for a turn of the event loop
+        self._turn_planned = False
+        self._waiting: list[bytes] = []  # what came when its turn was over
+        self._arrived_bytes = 0  # likewise, of a large body
+        self.ended = False  # the client sends no more
+        self.closing = False  # nothing more is read but what lingers
+        self.stopping = shared.stopping
+        self.since_s = loop.time()  # of being idle, or of the headers that arrive
+        self.blocked_since_s = self._closed_since_s = 0.0
+        self._lingering_until_s = 0.0
+        self._lingered_bytes = 0
+        self._unread_bytes = 0  # when the client's reading was last looked at
+        self._unsent_bytes = 0  # of answers, held in the budget
+        self._received_bytes = 0  # and not used, held in the budget
+        self._written_bytes = 0  # since answers are held
+        self._drained: asyncio.Event | None = None
+
+    # The transport's calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        shared = self._shared
+        self.transport = cast("asyncio.Transport", transport)
+        self.peer = Peer(
+            client=_address(self.transport, "peername"),
+            server=_address(self.transport, "sockname"),
+            scheme=shared.scheme.decode(),
+            loop=self.loop,
+            app=shared.app,
+            tasks=shared.tasks,
+            access=shared.access,
+            policy=shared.gate.policy,
+            header_timeout_s=shared.header_timeout_s,
+            keep_alive_s=shared.keep_alive_s,
+        )
+        self.exchanges = Http1Exchanges(self, shared)
+        if len(shared.connections) >= shared.max_connections:
+            self.closing = True
+            self.transport.abort()
+            shared.refused()
+            return
+        shared.add(self)
+        self.stopping = shared.stopping
+        if shared.certificate is not None:
+            handshake = Handshake(self, self.transport, shared.handshake_steps)
+            tls, timeout_s = shared.certificate.context, shared.header_timeout_s
+            shaking = handshake.run(tls, timeout_s, self._secured, self.refuse_clear)
+            task = self.loop.create_task(shaking)
+            shared.handshakes.add(task)
+            task.add_done_callback(shared.handshakes.discard)
+
+    def _secured(self, transport: asyncio.Transport) -> None:
+        self.transport, self.plain = transport, self.transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._shared.remove(self)
+        self.closing = True
+        self._waiting.clear()
+        self.stop_receiving()
+        self.exchanges.end()
+        self.resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._preface is not None and not (data := self._without_preface(data)):
+            return
+        if self.closing:
+            self._lingered_bytes += len(data)
+            if self._lingered_bytes > self.exchanges.linger_bytes:
+                self.transport.abort()
+            return
+        small = len(data) <= SMALL_BYTES and self.exchanges.is_idle
+        if self._waiting or not self._shared.turns.has_time(small):
+            self._wait(data)
+            return
+        if len(data) > _LARGE_READ_BYTES:
+            self._rest()
+        self.exchanges.receive(data)
+
+    def _wait(self, data: bytes) -> None:
+        """Keep what came until this connection's turn, and read no more until then."""
+        self._waiting.append(data)
+        if len(self._waiting) == 1:
+            self._shared.turns.add(self._serve_waiting)
+            self.set_reading()
+        self.hold()
+
+    @property
+    def waits(self) -> bool:
+        """Whether something came that waits for this connection's turn."""
+        return bool(self._waiting or self._arrived_bytes)
+
+    def _serve_waiting(self) -> bool:
+        data = b"".join(self._waiting)
+        self._waiting.clear()
+        self.hold()
+        if data and self.is_there():
+            self._guarded(self.exchanges.receive, data)
+            if self.ended and not self.closing and not self.exchanges.eof():
+                self.finish()
+            self.hold()
+            self.set_reading()
+        return False
+
+    def _guarded(self, serve: Callable[[Any], None], what: Any) -> None:
+        """Serve what waited. In a call of the transport, it would end a connection that fails."""
+        try:
+            serve(what)
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets no answer
+            _log.exception("a connection failed")
+            self.transport.abort()
+
+    def _without_preface(self, data: bytes) -> bytes:
+        """Choose the HTTP version by the first bytes; returns the bytes for its parser."""
+        begun = cast("bytes", self._preface) + data
+        if len(begun) < len(PREFACE) and PREFACE.startswith(begun):
+            self._preface = begun
+            return b""
+        self._preface = None
+        if begun.startswith(PREFACE) and not self.closing:
+            self.exchanges = Http2Exchanges(self, self._shared)
+            if self.stopping:
+                self.exchanges.stop()
+        return begun
+
+    def eof_received(self) -> bool:
+        # Over TLS the transport closes in any case: asyncio has no half-closed one.
+        self.ended = True
+        if self._waiting:
+            return self._shared.certificate is None
+        return not self.closing and self.exchanges.eof() and self._shared.certificate is None
+
+    def pause_writing(self) -> None:
+        self.blocked_since_s = self.loop.time()
+        self._drained = asyncio.Event()
+        self.hold()
+        self.set_reading()
+
+    def resume_writing(self) -> None:
+        self.blocked_since_s = 0.0
+        self.hold()
+        if self._drained is not None:
+            self._drained.set()
+            self._drained = None
+        if not self.closing:
+            for exchange in self.exchanges.open:
+                exchange.sent()
+            self.turn()
+            self.set_reading()
+
+    # Large bodies over HTTP/1.1.
+
+    def receive_into(self, room: memoryview) -> None:
+        """Write data that arrives from now on to `room`, and call `body_arrived` at its end."""
+        self._receiver = BodyReceiver(self, room, self.body_arrived)
+        replace_protocol(self.transport, self._receiver)
+
+    def body_arrived(self, size: int) -> None:
+        """The next `size` bytes are there."""
+        if not self._shared.turns.has_time():
+            self._arrived_bytes += size
+            self._shared.turns.add(self._serve_arrived)
+            self.set_reading()
+            return
+        if size > _LARGE_READ_BYTES:
+            self._rest()
+        self.exchanges.body_arrived(size)
+
+    def _serve_arrived(self) -> bool:
+        size, self._arrived_bytes = self._arrived_bytes, 0
+        if size and not self.closing:
+            self._guarded(self.exchanges.body_arrived, size)
+            self.set_reading()
+        return False
+
+    def stop_receiving(self) -> None:
+        """End a `BodyReceiver`: nobody waits for its body any more, or it is complete."""
+        if self._receiver is not None:
+            self._receiver.release()
+            self._receiver = None
+            replace_protocol(self.transport, self)
+
+    # Turns, see `turns`.
+
+    def turn(self) -> None:
+        """Process the data received so far in the next turn."""
+        if not self._turn_planned:
+            self._turn_planned = True
+            self._shared.turns.add(self._turn)
+
+    def _turn(self) -> bool:
+        self._turn_planned = False
+        if self.may_parse and self.is_there():
+            self.exchanges.go_on()
+        return False
+
+    @property
+    def may_parse(self) -> bool:
+        """Whether requests may begin: the client reads the answers to those before."""
+        return not (self.closing or self.blocked_since_s or self.transport.is_closing())
+
+    def is_there(self) -> bool:
+        """Whether the client has not reset the connection, which ends it here.
+
+        Nothing else says so while reading pauses.
+        """
+        if self.transport.is_closing():
+            return False
+        if self.transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
+            self.transport.abort()
+            return False
+        return True
+
+    def _rest(self) -> None:
+        """Read no more in this turn of the event loop."""
+        if not self._resting:
+            self._resting = True
+            self.loop.call_soon(self._read_on)
+            self.set_reading()
+
+    def _read_on(self) -> None:
+        self._resting = False
+        self.set_reading()
+
+    def set_reading(self) -> None:
+        """Pause while the client does not read, or sends faster than it is served."""
+        if self.closing:
+            wanted = not self.exchanges.is_broken
+        else:
+            wanted = not self.blocked_since_s and self.exchanges.wants_data
+        wanted = wanted and not (self._resting or self.waits)
+        if wanted != self.reading and not self.transport.is_closing():
+            self.reading = wanted
+            if wanted:
+                self.transport.resume_reading()
+            else:
+                self.transport.pause_reading()
+
+    # Writing.
+
+    def write(self, data: bytes) -> None:
+        """Send `data`."""
+        self.transport.write(data)
+        if self._unsent_bytes:
+            self._written_bytes += len(data)
+            self.hold()
+        if self.plain is not None:
+            self._look_at_unread()
+
+    def _unread(self) -> int:
+        """Bytes that are written and that the client has not taken."""
+        unread = self.transport.get_write_buffer_size()
+        return unread if self.plain is None else unread + self.plain.get_write_buffer_size()
+
+    def _look_at_unread(self, again: bool = False) -> None:
+        """Over TLS, pause and resume writing.
+
+        Its transport would do so by what is not encrypted yet, and it encrypts all at once.
+        """
+        if self.transport.is_closing():
+            return
+        much, was_blocked = self._unread() > _UNREAD_BYTES, bool(self.blocked_since_s)
+        if much and not was_blocked:
+            self.pause_writing()
+        elif was_blocked and not much:
+            self.resume_writing()
+        if self.blocked_since_s and (again or not was_blocked):
+            self.loop.call_later(_UNREAD_LOOK_S, self._look_at_unread, True)
+
+    def hold(self) -> None:
+        """Hold in the budget what is answered and not sent, and what came and is not used."""
+        unread = self._unread() if self.blocked_since_s else 0
+        unsent = unread + self.exchanges.held_bytes
+        received = self.exchanges.received_bytes + sum(map(len, self._waiting))
+        if self.closing or received < _COUNTED_BYTES:
+            received = 0
+        if (unsent, received) == (self._unsent_bytes, self._received_bytes):
+            return
+        budget = self._shared.budget
+        unsent_before, received_before = self._unsent_bytes, self._received_bytes
+        self._unsent_bytes, self._received_bytes = unsent, received
+        budget.add(unsent - unsent_before + received - received_before)
+        if unsent and not unsent_before:
+            self._written_bytes = self._unread()
+            budget.watch(self)
+        elif unsent_before and not unsent:
+            budget.unwatch(self)
+        if received != received_before:
+            budget.keep(self, received)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the client has read of its unread answers."""
+        return self._written_bytes - self._unread()
+
+    def evict(self) -> None:
+        """Others need the memory of what came, or of answers that the client reads slowly."""
+        self.closing = True
+        self._waiting.clear()
+        self.exchanges.end()
+        self.blocked_since_s = 0.0
+        self.hold()
+        self.transport.abort()
+
+    async def drained(self) -> None:
+        """Wait until the client has read enough."""
+        if self._drained is not None:
+            await self._drained.wait()
+
+    # The end.
+
+    def refuse_clear(self) -> None:
+        """Answer a request in the clear where TLS is expected, without reading it."""
+        assert isinstance(self.exchanges, Http1Exchanges), "bug: HTTP/2 before TLS"
+        message = "scheme: got a request in the clear, expected TLS; use https://"
+        self.exchanges.http1.refuse(400, message)
+
+    def finish(self) -> None:
+        """Shut our side, and linger: closed with unread bytes, a socket resets the answers."""
+        if self.closing:
+            return
+        self.closing = True
+        self._waiting.clear()
+        self.stop_receiving()
+        exchanges, transport = self.exchanges, self.transport
+        exchanges.end()
+        self.hold()
+        if transport.is_closing():
+            return
+        if exchanges.is_broken:  # nothing after it can be parsed
+            if self.plain is None:
+                transport.write_eof()
+                self.set_reading()
+            else:
+                self.plain.pause_reading()
+            self.loop.call_later(exchanges.linger_s, (self.plain or transport).abort)
+        elif self.ended or not transport.can_write_eof():
+            transport.close()
+        else:
+            linger_s = min(exchanges.linger_s, _STOP_LINGER_S if self.stopping else math.inf)
+            self._lingering_until_s = self.loop.time() + linger_s
+            self.set_reading()
+            transport.write_eof()
+
+    def shutdown(self) -> None:
+        """The server stops: answer what has begun, and close."""
+        if not (self.stopping or self.closing):
+            self.stopping = True
+            self.exchanges.stop()
+
+    def give_up(self, error: Refusal) -> None:
+        """The stop takes too long."""
+        for exchange in self.exchanges.open:
+            exchange.fail(error)
+
+    def check_time(self, now_s: float) -> None:
+        """Close the connection, or end a request, if it waited too long for its client."""
+        shared, transport = self._shared, self.transport
+        unread_bytes, before = self._unread(), self._unread_bytes
+        self._unread_bytes = unread_bytes
+        most_s = _STOP_S if self.stopping else math.inf
+        write_s, header_s = (
+            min(shared.write_timeout_s, most_s),
+            min(shared.header_timeout_s, most_s),
+        )
+        if self._unsent_bytes or self._received_bytes or self.blocked_since_s:
+            self.hold()
+        if transport.is_closing():  # once all is written, which a client may prevent
+            self._closed_since_s = self._closed_since_s or now_s
+            if unread_bytes < before:
+                self._closed_since_s = now_s
+            if now_s - self._closed_since_s > write_s:
+                transport.abort()
+        elif self.blocked_since_s:
+            if unread_bytes < before:
+                self.blocked_since_s = now_s
+            if now_s - self.blocked_since_s > write_s:
+                transport.abort()
+        elif self.closing:
+            if unread_bytes < before:
+                self._lingering_until_s = max(self._lingering_until_s, now_s + _STOP_LINGER_S)
+            if self._lingering_until_s and now_s > self._lingering_until_s:
+                transport.abort()
+        elif not self.waits:
+            self.exchanges.check_time(now_s, header_s, write_s)
+
+
+def _address(transport: asyncio.Transport, name: str) -> tuple[str, int] | None:
+    address = transport.get_extra_info(name)
+    return (str(address[0]), int(address[1])) if isinstance(address, (tuple, list)) else None

@@ -1,0 +1,393 @@
+"""One request and its answer on a connection, over either version of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from wire.access_log import AccessLog
+from wire.answer import FAILURES, Answer, log_failure
+from wire.errors import Refusal, TooLarge
+from wire.gate import Policy
+from wire.head import FastCall, RequestHead
+from wire.ids import Ids
+from wire.listener import at
+
+BUFFERED_BYTES = 64 * 1024
+"""Bytes of a body that an application has not asked for before reading pauses; a larger body of a
+refused request ends the connection, or its stream."""
+
+
+Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
+"""An ASGI application."""
+
+Start: TypeAlias = Callable[[Callable[[], None]], None]
+"""Begins something, and calls its argument at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Both ends of a connection, and what its requests are served with."""
+
+    client: tuple[str, int] | None
+    server: tuple[str, int] | None
+    scheme: str
+    loop: asyncio.AbstractEventLoop
+    app: Application
+    tasks: set[asyncio.Task[None]]
+    access: AccessLog | None
+    policy: Policy
+    header_timeout_s: float
+    keep_alive_s: float
+
+
+class Wire(Protocol):
+    """What the exchanges of a connection have of it."""
+
+    transport: asyncio.Transport
+    peer: Peer
+    reading: bool
+    ended: bool
+    """Whether the client sends no more."""
+    closing: bool
+    """Whether nothing more is read but what lingers."""
+    stopping: bool
+    since_s: float
+    """Since when it is idle, or the headers arrive."""
+    blocked_since_s: float
+    """Since when the client does not read, 0 if it does."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether something came that waits for this connection's turn."""
+        ...
+
+    @property
+    def may_parse(self) -> bool:
+        """Whether requests may begin: the client reads the answers to those before."""
+        ...
+
+    def is_there(self) -> bool:
+        """Whether the client has not reset the connection, which ends it here."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Send `data`."""
+        ...
+
+    async def drained(self) -> None:
+        """Wait until the client has read enough."""
+        ...
+
+    def hold(self) -> None:
+        """Hold in the budget what is answered and not sent, and what came and is not used."""
+        ...
+
+    def set_reading(self) -> None:
+        """Pause while the client does not read, or sends faster than it is served."""
+        ...
+
+    def turn(self) -> None:
+        """Process the data received so far in the next turn."""
+        ...
+
+    def receive_into(self, room: memoryview) -> None:
+        """Write data that arrives from now on to `room`."""
+        ...
+
+    def stop_receiving(self) -> None:
+        """Nobody waits for the body in `room` any more, or it is complete."""
+        ...
+
+    def finish(self) -> None:
+        """Shut our side, and linger."""
+        ...
+
+
+class Writer(Protocol):
+    """Writes the answers of a connection's requests, in its version of HTTP.
+
+    What is written for an exchange that has ended is dropped.
+    """
+
+    peer: Peer
+
+    def ask_for_body(self, exchange: Exchange) -> None:
+        """Tell a client that waits for it to send the body."""
+        ...
+
+    def run(self, exchange: Exchange, start: Start) -> None:
+        """Call `start` when the application may answer `exchange`."""
+        ...
+
+    def taken(self, exchange: Exchange, size: int) -> None:
+        """The exchange has no more use for `size` bytes of its body."""
+        ...
+
+    def answer(self, exchange: Exchange, answer: Answer) -> None:
+        """A whole answer, or all but its `rest`: `write` and `finish` follow then."""
+        ...
+
+    def start(
+        self,
+        exchange: Exchange,
+        status: int,
+        headers: list[tuple[bytes, bytes]],
+        length: int | None,
+    ) -> None:
+        """The beginning of an answer, whose body has `length` bytes if that is known."""
+        ...
+
+    def write(self, exchange: Exchange, pieces: Iterable[bytes]) -> None:
+        """The next pieces of its body."""
+        ...
+
+    def finish(self, exchange: Exchange) -> None:
+        """The end of the answer."""
+        ...
+
+    def reset(self, exchange: Exchange, fault: bool = False) -> None:
+        """Give the answer up in its middle; `fault`: by one of our own."""
+        ...
+
+    def is_open(self, exchange: Exchange) -> bool:
+        """Whether anything may be written for it."""
+        ...
+
+    async def drained(self, exchange: Exchange) -> None:
+        """Wait until the client has read enough."""
+        ...
+
+
+class Exchange:
+    """One request and its answer; the class itself is that of what cannot be read as a request.
+
+    Initial values are attributes of the class, all immutable: setting each of them in every
+    instance would take time.
+    """
+
+    since_s = 0.0
+    """When its body last made progress."""
+    buffered_bytes = 0
+    """Bytes of its body that are not taken."""
+    is_limited = True
+    """Whether it is refused where too many are open."""
+    may_give_way = False
+    """Whether it gives way to others though its request is complete."""
+    unsent_bytes = 0
+    """Bytes of its answer that wait for the client's windows, when last looked at."""
+    blocked_since_s = 0.0
+    _sent: asyncio.Event | None = None
+    _began_s = 0.0
+
+    def __init__(self, writer: Writer, stream: Any, head: Any) -> None:
+        self.writer, self.stream, self.head = writer, stream, head
+        if writer.peer.access is not None:
+            self._began_s = time.perf_counter()  # the loop's clock stands still during a turn
+
+    def open(self) -> None:
+        """The headers are there."""
+
+    def data(self, data: bytes, end: bool) -> None:
+        """A piece of the body, perhaps empty; `end`: the last."""
+
+    def wait(self) -> None:
+        """The body is not complete; called after each read."""
+
+    def cut_off(self) -> bool:
+        """The client ends its data in the middle of the body; whether that is answered."""
+        self.cancel()
+        return False
+
+    def stop(self, error: Refusal) -> None:
+        """The service stops: what has begun is answered."""
+
+    def fail(self, error: Refusal) -> None:
+        """Answer with `error`."""
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer."""
+
+    def closed(self) -> None:
+        """The stream has ended."""
+
+    def body_timeout_s(self) -> float:
+        """How long the client may send nothing of the body."""
+        return self.writer.peer.keep_alive_s
+
+    def sent(self) -> None:
+        """The client takes what is written again."""
+        if self._sent is not None:
+            self._sent.set()
+            self._sent = None
+
+    async def wait_until_sent(self) -> None:
+        """Wait for the next call of `sent`."""
+        self._sent = sent = self._sent or asyncio.Event()
+        await sent.wait()
+
+    @property
+    def request(self) -> str:
+        """Method and target, for logs."""
+        head = self.head
+        if head is None:
+            return "-"
+        target = head.path + b"?" * bool(head.query) + head.query
+        return f"{head.method.decode('latin-1')} {target.decode('latin-1')}"
+
+    def log(self, status: int | str, size: int, request: str, protocol: str) -> None:
+        """Add the answer to the access log, if there is one; `size` is its body's."""
+        peer = self.writer.peer
+        if peer.access is not None:
+            client = at(*peer.client) if peer.client else "-"
+            ids = Ids() if self.head is None else self.head.ids
+            seconds = time.perf_counter() - self._began_s
+            peer.access.add(protocol, client, request, status, size, seconds, ids)
+
+    def log_http(self, status: int, size: int) -> None:
+        """Log an answer with an HTTP status, and the ids of a request that failed on our side."""
+        head = self.head
+        if status in FAILURES and head is not None and head.ids:
+            log_failure(self.request, status, head.ids)
+        if self.writer.peer.access is not None:
+            if head is not None and head.method == b"HEAD":
+                size = 0
+            self.log(status, size, self.request, self.writer.peer.scheme)
+
+    def answer(self, answer: Answer) -> None:
+        """Log and write a whole answer."""
+        self.log_http(answer.status, len(answer.body))
+        self.writer.answer(self, answer)
+
+    def refuse(self, error: Refusal) -> None:
+        """Answer with `error` in the form of its path."""
+        path = b"" if self.head is None else self.head.path
+        self.answer(self.writer.peer.policy.answer(path, error))
+
+
+class FastExchange(Exchange):
+    """A request on a fast route, or one whose head was refused."""
+
+    head: RequestHead
+    _call: FastCall | None = None
+    _refusal: Answer | None = None
+    _received_bytes = 0
+
+    def open(self) -> None:
+        """Begin the call."""
+        head, answer = self.head, self.head.answer
+        if answer is None:
+            assert head.route is not None, "bug: not a fast route"
+            if head.error is None:
+                self._call = head.route.open(head.wanted, self._reply)
+                if head.expects_continue:
+                    self.wait()  # what is refused needs no body
+                    if self._call is not None:
+                        self.writer.ask_for_body(self)
+                return
+            answer = head.route.refuse(head.error)
+        most_bytes = 0 if answer.status == 200 else BUFFERED_BYTES  # 200: to a preflight
+        unread = head.expects_continue or head.chunked or (head.length or 0) > most_bytes
+        if unread or answer.status == TooLarge.status:
+            self._reply(answer)
+        else:  # a small body is read and dropped, so that the connection can be kept
+            self._refusal = answer
+
+    def receive(self, body: bytes | memoryview) -> None:
+        """The whole body has come with the headers, which are without error."""
+        route = self.head.route
+        assert route is not None, "bug: not a fast route"
+        self._call = call = route.open(self.head.wanted, self._reply)
+        call.complete(body)
+
+    def data(self, data: bytes, end: bool) -> None:
+        """Hand it on."""
+        call = self._call
+        if data:
+            self.writer.taken(self, len(data))
+        # An announced length was checked with the headers; any other is by `call.data`.
+        is_all = end and not self._received_bytes and self.head.length is not None
+        self._received_bytes += len(data)
+        if call is None:
+            if self._refusal is not None and (end or self._received_bytes > BUFFERED_BYTES):
+                self._reply(self._refusal)
+            return
+        try:
+            if is_all:
+                call.complete(data)
+                return
+            if data:
+                call.data(data)
+            if end:
+                call.complete()
+        except Refusal as exc:
+            call.fail(exc)
+
+    def room(self) -> memoryview | None:
+        """Memory for the whole body; None if there is none, or the body is not wanted."""
+        return None if self._call is None else self._call.room()
+
+    def arrived(self, size: int) -> None:
+        """The next `size` bytes of the body are in that memory."""
+        self._received_bytes += size
+        if self._call is not None:
+            try:
+                self._call.arrived(size)
+            except Refusal as exc:
+                self._call.fail(exc)
+
+    def wait(self) -> None:
+        """Limit its time and memory."""
+        if self._call is not None:
+            try:
+                self._call.wait_for_body()
+            except Refusal as exc:
+                self._call.fail(exc)
+
+    def cut_off(self) -> bool:
+        """A refusal needs no body."""
+        if self._refusal is None:
+            return super().cut_off()
+        self._reply(self._refusal)
+        return True
+
+    def fail(self, error: Refusal) -> None:
+        """Answer with `error`, or with why the request may not pass."""
+        if self._call is not None:
+            self._call.fail(error)
+        elif self._refusal is not None:
+            self._reply(self._refusal)
+
+    def cancel(self) -> None:
+        """The client is gone."""
+        call, self._call, self._refusal = self._call, None, None
+        if call is not None:
+            call.cancel()
+
+    def body_timeout_s(self) -> float:
+        """A call has its own deadline; what is refused is only read to be dropped."""
+        return self.writer.peer.header_timeout_s if self._call is None else math.inf
+
+    def _reply(self, answer: Answer) -> None:
+        self._call = self._refusal = None
+        writer = self.writer
+        if writer.peer.access is not None or answer.status in FAILURES:
+            self.log_http(answer.status, sum(map(len, answer.rest), len(answer.body)))
+        writer.answer(self, answer)
+        if answer.rest:
+            writer.peer.loop.call_soon(self._write_next, deque(answer.rest))
+
+    def _write_next(self, rest: deque[bytes]) -> None:
+        """Write the next piece of a large answer, and go on in the next turn of the event loop."""
+        writer = self.writer
+        if writer.is_open(self):
+            writer.write(self, (rest.popleft(),))
+            if rest:
+                writer.peer.loop.call_soon(self._write_next, rest)
+            else:
+                writer.finish(self)

@@ -1,0 +1,402 @@
+"""The requests of an HTTP/1.1 connection: what `Http1` reads becomes exchanges, one at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from wire.answer import Answer, status_line
+from wire.asgi import AsgiExchange
+from wire.errors import INTERNAL, BodyTimeout, Refusal
+from wire.exchange import BUFFERED_BYTES, Exchange, FastExchange, Start, Wire
+from wire.head import Head
+from wire.http1 import Http1
+from wire.shared import Shared
+
+_log = logging.getLogger(__name__)
+
+_PROBE_S = 0.02
+"""After a client's end of data, when to find out whether it still reads."""
+
+_IDLE_GRACE_S = 0.2
+"""At a stop, how long a connection that was just used may still send a request."""
+
+_WAITING_BYTES = 64 * 1024
+"""Bytes received after an unanswered request before reading pauses."""
+
+_COUNTED_HEADER_BYTES = 8 * 1024
+"""Headers that arrive are counted in the budget from so many bytes on."""
+
+
+class Http1Exchanges:
+    """Serves what `http1` reads on a connection, and writes the answers."""
+
+    linger_s = 5.0
+    linger_bytes = 64 << 20
+    """How long, and how much of, what a client still sends is read and dropped at the end."""
+    is_broken = False
+
+    def __init__(self, wire: Wire, shared: Shared) -> None:
+        self._wire, self._shared, self.peer = wire, shared, wire.peer
+        expected = "HTTP/1.1" if shared.certificate else "HTTP/1.1, in the clear"
+        self.http1 = Http1(self, shared.head_cache, shared.max_header_bytes, expected)
+        self.exchange: Exchange | None = None
+        """The request that is not answered."""
+        self._begun = False
+        """Whether a part of its answer is written."""
+        self._closes = self._chunked = self._asked = False
+
+    # Called by the connection.
+
+    @property
+    def open(self) -> Sequence[Exchange]:
+        """The requests that are not answered."""
+        return () if self.exchange is None else (self.exchange,)
+
+    held_bytes = 0
+    """Answers wait at the transport alone."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of requests that are not parsed, and of headers."""
+        http1, held_bytes = self.http1, 0
+        if http1.header_bytes > _COUNTED_HEADER_BYTES:
+            held_bytes = http1.header_bytes
+        if http1.unparsed_bytes > _WAITING_BYTES:
+            held_bytes += http1.unparsed_bytes
+        return held_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing has come that is not answered."""
+        return self.http1.idle
+
+    @property
+    def wants_data(self) -> bool:
+        """Whether more is to be read."""
+        http1, exchange = self.http1, self.exchange
+        if http1.can_go_on or http1.unparsed_bytes > _WAITING_BYTES:
+            return False
+        return exchange is None or exchange.buffered_bytes <= BUFFERED_BYTES
+
+    def receive(self, data: bytes) -> None:
+        """Serve the requests in `data`."""
+        was_idle = self.http1.idle
+        if not self.http1.receive(data):
+            self._after_reading(was_idle)
+
+    def go_on(self) -> None:
+        """Serve the next request in the data received so far."""
+        http1 = self.http1
+        if http1.can_go_on:
+            was_idle = not http1.serving
+            http1.go_on()
+            self._after_reading(was_idle)
+
+    def _after_reading(self, was_idle: bool) -> None:
+        wire, http1 = self._wire, self.http1
+        if was_idle:
+            wire.since_s = self.peer.loop.time()
+        if self.exchange is not None and http1.receiving:
+            try:
+                self.exchange.wait()
+            except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+                self._crash()
+        if wire.ended and not http1.can_go_on and not self.eof():
+            wire.finish()
+            return
+        if http1.can_go_on:
+            wire.turn()
+        wire.hold()
+        wire.set_reading()
+
+    def body_arrived(self, size: int) -> None:
+        """`size` bytes of a large body were received into the request's buffer."""
+        exchange = self.exchange
+        assert isinstance(exchange, FastExchange), "bug: a body without its request"
+        try:
+            exchange.arrived(size)
+            if self.exchange is not exchange:
+                return
+            if self.http1.body_arrived(size):
+                self._wire.stop_receiving()
+                exchange.data(b"", True)
+            else:
+                exchange.wait()
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+            self._crash()
+
+    def eof(self) -> bool:
+        """The client sends no more; whether something is left to be answered."""
+        exchange, http1 = self.exchange, self.http1
+        if exchange is not None and http1.receiving:
+            self._wire.stop_receiving()
+            if exchange.cut_off() or self.exchange is not exchange:
+                return True
+            self.exchange = None
+            http1.close()
+        elif exchange is not None:
+            if exchange.head is not None and exchange.head.version == "1.1":
+                self.peer.loop.call_later(_PROBE_S, self._probe, exchange, _PROBE_S)
+            return True
+        return http1.can_go_on
+
+    def _probe(self, exchange: Exchange, wait_s: float) -> None:
+        """Provoke a reset from a half-closed client that has closed its socket.
+
+        An interim answer may come at any time (RFC 9110, 15.2), and a client that only shut its
+        side skips it. A connection whose reading has ended does not report the reset by itself.
+        """
+        if self.exchange is not exchange or self._begun or not self._wire.is_there():
+            return
+        if wait_s == _PROBE_S:
+            self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.peer.loop.call_later(2 * wait_s, self._probe, exchange, 2 * wait_s)
+
+    def stop(self) -> None:
+        """Answer what has begun, with `Connection: close`."""
+        if self.http1.idle:
+            # The next request of one that was just used may be on the way.
+            idle_s = self.peer.loop.time() - self._wire.since_s
+            self.peer.loop.call_later(max(0.0, _IDLE_GRACE_S - idle_s), self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self._wire.waits:
+            self.peer.loop.call_later(_IDLE_GRACE_S, self._close_if_idle)
+        elif self.http1.idle:
+            self._wire.transport.close()
+
+    def end(self) -> None:
+        """Nothing more is read or answered."""
+        exchange, self.exchange = self.exchange, None
+        self.http1.close()
+        if exchange is not None:
+            exchange.cancel()
+
+    def check_time(self, now_s: float, header_s: float, _write_s: float) -> None:
+        """Close the connection if it waited too long for its client."""
+        http1, exchange, wire = self.http1, self.exchange, self._wire
+        waited_s = now_s - wire.since_s
+        if exchange is not None:
+            waits = http1.receiving and wire.reading
+            if waits and now_s - exchange.since_s > exchange.body_timeout_s():
+                exchange.fail(BodyTimeout("body: it did not arrive in time", field="body"))
+        elif http1.in_headers or not http1.used:
+            if waited_s > header_s:
+                wire.transport.abort()
+        elif http1.idle and waited_s > self.peer.keep_alive_s:
+            wire.transport.close()
+
+    # Called by `Http1`.
+
+    def read(
+        self,
+        method: bytes,
+        url: bytes,
+        version: str,
+        pairs: Sequence[tuple[bytes, bytes]],
+        keep_alive: bool,
+    ) -> Head:
+        """Check the headers of a request. Raises: Refused."""
+        shared = self._shared
+        routes, gate, scheme = shared.routes, shared.gate, shared.scheme
+        return Head(method, url, version, pairs, keep_alive, routes, gate, scheme)
+
+    def whole(self, head: Head, body: bytes | memoryview) -> None:
+        """Serve a whole request on a fast route."""
+        self.exchange = exchange = FastExchange(self, None, head)
+        try:
+            exchange.receive(body)
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+            self._crash()
+
+    def opened(self, head: Head) -> None:
+        """Begin the exchange of a request."""
+        kind = AsgiExchange if head.route is None and head.answer is None else FastExchange
+        self.exchange = exchange = kind(self, None, head)
+        exchange.since_s = self.peer.loop.time()
+        try:
+            exchange.open()
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+            self._crash()
+
+    def placed(self, body: bytes) -> bool:
+        """Have the rest of a large body received where it belongs, in the clear."""
+        exchange, wire = self.exchange, self._wire
+        if self._shared.certificate is not None or not isinstance(exchange, FastExchange):
+            return False
+        if wire.waits:  # a part of this body
+            return False
+        try:
+            room = exchange.room()
+            if room is None:
+                return False
+            room[: len(body)] = body
+            exchange.arrived(len(body))
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+            self._crash()
+        else:
+            if self.http1.receiving:
+                wire.receive_into(room[len(body) :])
+        return True
+
+    def received(self, data: bytes, end: bool) -> None:
+        """Hand on a piece of the body."""
+        if self.exchange is not None:
+            try:
+                self.exchange.data(data, end)
+            except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+                self._crash()
+
+    def refused(self, answer: Answer) -> None:
+        """Answer what cannot be read."""
+        exchange = self.exchange
+        if exchange is not None and self._begun:  # an answer within an answer would be read as one
+            self._wire.transport.abort()
+            return
+        if exchange is None:
+            self.exchange = exchange = Exchange(self, None, None)
+        exchange.cancel()
+        exchange.answer(answer)
+
+    def _crash(self) -> None:
+        """A bug of ours failed a request."""
+        _log.exception("a request failed")
+        exchange = self.exchange
+        if exchange is None or self._begun:
+            self._wire.transport.abort()
+            return
+        exchange.cancel()
+        self._closes = True
+        exchange.refuse(Refusal(INTERNAL))
+
+    # Called by exchanges, see `exchange.Writer`.
+
+    def is_open(self, exchange: Exchange) -> bool:
+        """Whether it is the one that is answered."""
+        return exchange is self.exchange and not self._wire.transport.is_closing()
+
+    def run(self, exchange: Exchange, start: Start) -> None:
+        """Have the application answer it: it is the only one."""
+        start(lambda: None)
+
+    def ask_for_body(self, exchange: Exchange) -> None:
+        """Tell a client that waits for it to send the body."""
+        if exchange is self.exchange and self.http1.receiving and not (self._asked or self._begun):
+            self._asked = True
+            self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def taken(self, exchange: Exchange, size: int) -> None:
+        """Read on, if reading paused for it."""
+        if not self._wire.reading:
+            self._wire.set_reading()
+
+    def answer(self, exchange: Exchange, answer: Answer) -> None:
+        """Write a whole answer, or all but its `rest`."""
+        if exchange is not self.exchange:
+            return
+        head, body, rest = exchange.head, answer.body, answer.rest
+        length = sum(map(len, rest), len(body)) if rest else len(body)
+        start = self._shared.answer_start(answer.status, answer.media_type, length)
+        close = self._ends(head)
+        connection = b""
+        if head is None:
+            extra = self._shared.gate.cors_lines({})
+        else:
+            extra = head.extra
+            if head.method == b"HEAD":
+                body = b""
+        if close:
+            connection = b"connection: close\r\n"
+        elif head.version == "1.0":
+            connection = b"connection: keep-alive\r\n"
+        self._wire.write(b"%s%s%s%s\r\n%s" % (start, answer.headers, extra, connection, body))
+        if rest:
+            self._begin(close)
+        else:
+            self._done(close)
+
+    def start(
+        self,
+        exchange: Exchange,
+        status: int,
+        headers: list[tuple[bytes, bytes]],
+        length: int | None,
+    ) -> None:
+        """Write the beginning of an answer."""
+        if exchange is not self.exchange:
+            return
+        head = exchange.head
+        close, named = self._ends(head), any(name == b"content-length" for name, _ in headers)
+        if not named and status not in (204, 304):
+            if length is not None:
+                headers.append((b"content-length", b"%d" % length))
+            elif head.version == "1.1":
+                self._chunked = True
+                headers.append((b"transfer-encoding", b"chunked"))
+            else:
+                close = True
+        if close:
+            headers.append((b"connection", b"close"))
+        elif head.version == "1.0":
+            headers.append((b"connection", b"keep-alive"))
+        lines = [b"%s: %s\r\n" % header for header in headers]
+        common = self._shared.common_lines
+        self._wire.write(b"".join((status_line(status), common, *lines, head.extra, b"\r\n")))
+        self._begin(close)
+
+    def _begin(self, close: bool) -> None:
+        self._begun, self._closes = True, close
+        if self.http1.receiving:
+            self._wire.stop_receiving()
+
+    def write(self, exchange: Exchange, pieces: Iterable[bytes]) -> None:
+        """Write the next pieces of an answer."""
+        if exchange is self.exchange and exchange.head.method != b"HEAD":
+            data = b"".join(pieces)
+            self._wire.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
+
+    def finish(self, exchange: Exchange) -> None:
+        """End an answer."""
+        if exchange is self.exchange:
+            if self._chunked and exchange.head.method != b"HEAD":
+                self._wire.write(b"0\r\n\r\n")
+            self._done(self._closes or self._ends(exchange.head))
+
+    def reset(self, exchange: Exchange, fault: bool = False) -> None:
+        """Give the answer up, which only the end of the connection can say."""
+        if exchange is self.exchange:
+            self._wire.transport.abort()
+
+    def _ends(self, head: Head | None) -> bool:
+        """Whether the connection ends after the answer that begins now.
+
+        At a stop after the last one: what was read behind it is answered, too.
+        """
+        http1 = self.http1
+        if self._closes or http1.receiving or http1.closed or head is None or not head.keep_alive:
+            return True
+        return self._wire.stopping and not http1.unparsed_bytes
+
+    def _done(self, close: bool) -> None:
+        """The answer is written."""
+        wire, http1 = self._wire, self.http1
+        self.exchange = None
+        if close:
+            wire.finish()
+            return
+        if self._begun or self._asked:
+            self._begun = self._closes = self._chunked = self._asked = False
+        http1.answered()
+        if not http1.idle:
+            wire.turn()
+        elif wire.ended:
+            wire.finish()
+        else:
+            wire.since_s = self.peer.loop.time()
+        if not wire.reading:
+            wire.set_reading()
+
+    async def drained(self, exchange: Exchange) -> None:
+        """Wait until the client has read enough."""
+        await self._wire.drained()
