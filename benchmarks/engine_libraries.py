@@ -25,7 +25,7 @@ from lenet.weightfile import Golden, Training, WeightFile
 WAYS = ("auto", "cudnn", "measured")
 """Values of --convolutions."""
 
-PAGE_ROWS = (1, 32, 256, 1024, 8192)
+PAGE_ROWS = (1, 32, 1024, 8192)
 """The batch sizes that docs/benchmarks.md shows."""
 
 _SAMPLE = 64
