@@ -81,7 +81,10 @@ def test_an_application_is_served_until_a_signal(text, said, tmp_path):
 )
 def test_a_command_that_cannot_serve_says_why_and_fails(text, flags, said, tmp_path):
     with served(tmp_path, text, *flags) as server:
-        _, errors = server.communicate(timeout=PATIENCE_S)
+        try:
+            _, errors = server.communicate(timeout=PATIENCE_S)
+        finally:
+            server.kill()
     assert server.returncode in (1, 2)
     assert said in errors
     assert "Traceback" not in errors
