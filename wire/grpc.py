@@ -234,7 +234,7 @@ class GrpcStream(Exchange):
             if between and whole:  # the frequent case: a frame is a message
                 self.since_s = self.writer.active_s
                 message = call.message(size)
-                self._took(len(data))
+                self.writer.taken(self, len(data))
                 message.complete(data[5:] if size < _COPIED_BYTES else memoryview(data)[5:])
                 if end:
                     call.half_close()
