@@ -128,6 +128,7 @@ class _Series(dict[Labels, list[float]]):
     def __init__(self, family: Family) -> None:
         super().__init__() if family.labels else super().__init__({(): family.zero})
         self._family, self._bounds = family, family.bounds
+        self.sums: dict[Labels, float] = {}
 
     def __missing__(self, labels: Labels) -> list[float]:
         self[labels] = zero = self._family.zero
@@ -307,7 +308,7 @@ class Metrics(Collector):
         numbers = self._numbers | {name: dict(gauge) for name, gauge in gauges.items()}
         for name, series in self._series.items():
             if series:
-                numbers[name] = added(numbers[name], series)
+                numbers[name] = added(numbers[name], series, series.sums)
                 series.clear()
         self._numbers = numbers
 

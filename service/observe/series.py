@@ -169,17 +169,17 @@ FAMILIES = {family.name: family for family in _families()}
 """By name, in the order of `/metrics`. A counter's samples end in `_total`."""
 
 
-def added(before: Series, more: Series) -> Series:
+def added(before: Series, more: Series, sums: dict[Labels, float]) -> Series:
     """Counters or histograms of a family, with what happened since: `before` stays as it is.
 
-    Sums become multiples of 2^-24: up to 2^29 these add up exactly, in any order. A total of
-    several workers that became smaller by its last bit, as their files are read in another order,
-    would be a reset of the counter for Prometheus.
+    Sums become multiples of 2^-24, which up to 2^29 add up exactly in any order: a total that is
+    smaller by its last bit is a reset for Prometheus. `sums` keeps what rounding would lose.
     """
     found = {**before}
     for labels, values in more.items():
-        *counts, total = map(operator.add, before.get(labels, repeat(0)), values)
-        found[labels] = [*counts, round(total / _UNIT) * _UNIT]
+        *counts, _ = map(operator.add, before.get(labels, repeat(0)), values)
+        sums[labels] = sums.get(labels, 0) + values[-1]
+        found[labels] = [*counts, round(sums[labels] / _UNIT) * _UNIT]
     return found
 
 

@@ -251,6 +251,14 @@ async def test_the_totals_are_those_of_each_model(metrics):
     assert (mlp.predicted, mlp.failed, mlp.images, mlp.batches) == (1, 0, 0, 0)
 
 
+async def test_small_times_add_up_however_often_they_are_shown(metrics):
+    for _ in range(1000):
+        metrics.predicted("http", LENET, (3e-6,) * len(TIMES_S))
+        metrics.flush()
+    totals = (await metrics.totals())[LENET]
+    assert totals.stages_s["decode"] == pytest.approx(3e-3, rel=1e-4)
+
+
 # Answered requests
 
 
