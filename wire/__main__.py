@@ -8,7 +8,7 @@ import importlib
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,22 @@ _log = logging.getLogger("wire")
 
 
 @asynccontextmanager
-async def lifespan(app: Application) -> AsyncIterator[None]:
+async def lifespan(app: Application) -> AsyncIterator[dict[str, Any]]:
     """Start `app` by ASGI's lifespan protocol, and stop it. Without the protocol nothing is done.
+
+    The block gets the state that the application leaves for its requests.
 
     Raises:
         RuntimeError: its start failed.
     """
+    state: dict[str, Any] = {}
     received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    scope = {"type": "lifespan", "asgi": {"version": "3.0"}}
+    scope = {
+        "type": "lifespan",
+        "asgi": {"version": "3.0", "spec_version": "2.0"},
+        "state": state,
+    }
     task = asyncio.ensure_future(app(scope, received.get, sent.put))
 
     async def step(name: str) -> dict[str, Any]:
@@ -47,16 +54,23 @@ async def lifespan(app: Application) -> AsyncIterator[None]:
         answer.cancel()
         return {"type": ""}
 
-    started = await step("startup")
-    if started["type"] == "lifespan.startup.failed":
-        raise RuntimeError(f"the application did not start: {started.get('message', '')}")
+    started: dict[str, Any] = {"type": ""}
     try:
-        yield
+        started = await step("startup")
+        if started["type"] == "lifespan.startup.failed":
+            raise RuntimeError(f"the application did not start: {_cause(started)}")
+        yield state
     finally:
-        if started["type"]:
+        if started["type"] == "lifespan.startup.complete":
             await step("shutdown")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _cause(failed: Mapping[str, Any]) -> str:
+    """Why a start failed, as the application says. Starlette sends a traceback."""
+    message = str(failed.get("message", "")).strip()
+    return message.splitlines()[-1] if "Traceback (most recent call last)" in message else message
 
 
 async def serve(app: Application, options: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -67,8 +81,9 @@ async def serve(app: Application, options: argparse.Namespace, stop: asyncio.Eve
         certificate = ServedCertificate(files)
     budget = Budget(options.max_in_flight_bytes)
     listeners = listen(options.host, options.port)
-    async with lifespan(app):
-        server = HttpServer(HttpService({}, budget, app=app, certificate=certificate), 30.0)
+    async with lifespan(app) as state:
+        service = HttpService({}, budget, app=app, state=state, certificate=certificate)
+        server = HttpServer(service, 30.0)
         serving = asyncio.create_task(server.serve(listeners))
         allow_connections(listeners)
         scheme = "http" if certificate is None else "https"
@@ -83,6 +98,19 @@ async def _until_signal(app: Application, options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await serve(app, options, stop)
+
+
+def _application(name: str) -> Application:
+    """Import the application. Raises: ImportError: `name` names none."""
+    module, _, attribute = name.partition(":")
+    try:
+        app: Application | None = getattr(importlib.import_module(module), attribute or "app", None)
+    except ImportError as exc:
+        raise ImportError(f"app: got {name}, cannot import it: {exc}") from exc
+    if not callable(app):
+        expected = "module:name of an ASGI application"
+        raise ImportError(f"app: got {name}, expected {expected}")
+    return app
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,13 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.tls_certificate is None) != (options.tls_key is None):
         parser.error("--tls-certificate and --tls-key: got one of the two, expected both")
-    module, _, name = options.app.partition(":")
     sys.path.insert(0, "")
-    app = getattr(importlib.import_module(module), name or "app")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        uvloop.run(_until_signal(app, options))
-    except (CannotListen, InvalidCertificate, RuntimeError) as exc:
+        uvloop.run(_until_signal(_application(options.app), options))
+    except (ImportError, CannotListen, InvalidCertificate, RuntimeError) as exc:
         _log.error("%s", exc)
         return 1
     return 0

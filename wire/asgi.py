@@ -100,6 +100,7 @@ class AsgiExchange(Exchange):
             "headers": list(head.headers),
             "client": peer.client,
             "server": peer.server,
+            "state": dict(peer.state),
         }
 
     async def _receive(self) -> dict[str, Any]:

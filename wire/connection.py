@@ -95,6 +95,8 @@ class Connection(asyncio.Protocol):
             tasks=shared.tasks,
             access=shared.access,
             policy=shared.gate.policy,
+            budget=shared.budget,
+            state=shared.state,
             header_timeout_s=shared.header_timeout_s,
             keep_alive_s=shared.keep_alive_s,
         )

@@ -6,12 +6,13 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from wire.access_log import AccessLog
 from wire.answer import FAILURES, Answer, log_failure
+from wire.budget import Budget
 from wire.errors import Refusal, TooLarge
 from wire.gate import Policy
 from wire.head import FastCall, RequestHead
@@ -42,6 +43,8 @@ class Peer:
     tasks: set[asyncio.Task[None]]
     access: AccessLog | None
     policy: Policy
+    budget: Budget
+    state: Mapping[str, Any]
     header_timeout_s: float
     keep_alive_s: float
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from email.utils import formatdate
-from typing import Protocol
+from typing import Any, Protocol
 
 from wire.access_log import AccessLog
 from wire.answer import status_line
@@ -57,7 +57,8 @@ class Watched(Protocol):
 class Shared:
     """What connections are served with, and what all of them may have together.
 
-    `app` answers what no route takes. Times are in seconds: for the headers of a request, between
+    `app` answers what no route takes; each of its requests gets a copy of `state`, what its
+    lifespan left there. Times are in seconds: for the headers of a request, between
     requests, and for a client to read; those of `clock`, for the date, since the epoch.
     """
 
@@ -77,6 +78,7 @@ class Shared:
         methods: Methods | None = None,
         turns: Turns | None = None,
         app: Application = _nothing,
+        state: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.time,
         return_memory: Callable[[], None] = lambda: None,
     ) -> None:
@@ -106,7 +108,7 @@ class Shared:
         self.refused: Callable[[], None] = lambda: None
         """Called for each connection beyond the limit."""
         self.handshakes: set[asyncio.Task[None]] = set()
-        self.app = app
+        self.app, self.state = app, {} if state is None else state
         self.tasks: set[asyncio.Task[None]] = set()
         """Runs of the application."""
         self.stopping = False

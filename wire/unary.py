@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from wire.errors import INTERNAL, InvalidInput, Refusal
+from wire.budget import SMALL_BYTES
+from wire.errors import INTERNAL, BodyTimeout, InvalidInput, Refusal
 from wire.grpc import GrpcStream, Method
 
 _log = logging.getLogger(__name__)
@@ -36,14 +37,16 @@ class _Unary:
         exchange: GrpcStream,
     ) -> None:
         self._answer, self._max_bytes, self._exchange = answer, max_bytes, exchange
-        self._body = b""
-        self._has_begun = False
+        self._budget = exchange.writer.peer.budget
+        self._body = bytearray()
+        self._announced_bytes = 0
+        self._has_begun = self._is_watched = self._has_ended = False
 
     def message(self, size: int | None) -> _Unary:
         if self._has_begun:
             raise InvalidInput("message: got a second, expected one request", field="message")
-        self._has_begun = True
-        self._check(size or 0)
+        self._has_begun, self._announced_bytes = True, size or 0
+        self._check(self._announced_bytes)
         return self
 
     def _check(self, size: int) -> None:
@@ -52,8 +55,38 @@ class _Unary:
             raise InvalidInput(f"message: got {size} bytes, expected {expected}", field="message")
 
     def data(self, data: bytes) -> None:
+        size = len(self._body) + len(data)
+        self._check(size)
+        self._budget.hold(len(data), whole := max(self._announced_bytes, size))
+        if self._has_ended:  # evicted, to make room for itself
+            self._budget.release(len(data))
+            return
         self._body += data
-        self._check(len(self._body))
+        if whole > SMALL_BYTES and not self._is_watched:
+            self._is_watched = True
+            self._budget.watch(self)
+
+    @property
+    def moved_bytes(self) -> int:
+        """How many bytes of the message were received."""
+        return len(self._body)
+
+    def evict(self) -> None:
+        """The message arrives slowly while memory is short: fail."""
+        self.fail(
+            BodyTimeout(
+                "message: upload too slow while other requests need the memory, got "
+                f"{self.moved_bytes} bytes so far; send it faster",
+                field="message",
+            )
+        )
+
+    def _end(self) -> None:
+        self._has_ended = True
+        if self._is_watched:
+            self._budget.unwatch(self)
+        self._budget.release(len(self._body))
+        self._body = bytearray()
 
     def room(self) -> None:
         """Returns None: messages are kept here."""
@@ -65,8 +98,12 @@ class _Unary:
         """Does nothing: `body_timeout_s` limits the time."""
 
     def complete(self, body: bytes | memoryview | None = None) -> None:
+        if self._has_ended:
+            return
+        message = bytes(self._body if body is None else body)
+        self._end()
         try:
-            found = self._answer(self._body if body is None else bytes(body))
+            found = self._answer(message)
         except Refusal as exc:
             self.fail(exc)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
@@ -90,7 +127,8 @@ class _Unary:
             self.fail(error)
 
     def fail(self, error: Refusal) -> None:
+        self._end()
         self._exchange.refuse(error)
 
     def cancel(self) -> None:
-        """Nothing is held."""
+        self._end()
