@@ -123,7 +123,7 @@ class AsgiExchange(Exchange):
         if self._gone or self._complete:
             return
         if message["type"] == "http.response.start":
-            self._length = _length(message["status"], message["headers"])
+            self._length = _length(message["status"], message.get("headers", ()))
             self._response = message
             return
         response, writer = self._response, self.writer
@@ -135,7 +135,7 @@ class AsgiExchange(Exchange):
             raise ValueError(f"answer: got {sent_bytes} bytes of body, expected {length}")
         if not self._begun:
             self._begun = True
-            headers = [(name.lower(), value) for name, value in response["headers"]]
+            headers = [(name.lower(), value) for name, value in response.get("headers", ())]
             writer.start(self, response["status"], headers, None if more else len(body))
         if body:
             writer.write(self, (body,))
