@@ -276,7 +276,7 @@ class Http1:
         method, version, keep_alive = self._start
         self._line = b""
         if method == b"CONNECT":
-            self.refuse(501, "method: got CONNECT, expected another; see /docs")
+            self.refuse(501, "method: got CONNECT, expected another")
             return
         pairs, self._pairs = self._pairs, []
         try:

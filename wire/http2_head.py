@@ -98,7 +98,7 @@ class Http2Head(RequestHead):
             self.answer = refusal(400, "invalid_input", repeated)
             return
         if self.method == b"CONNECT":
-            message = "method: got CONNECT, expected another; see /docs"
+            message = "method: got CONNECT, expected another"
             self.answer = refusal(501, "invalid_input", message)
             return
         self.ask(named, routes, gate)

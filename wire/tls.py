@@ -1,7 +1,4 @@
-"""The certificate of the service, for HTTP and gRPC, read again on SIGHUP.
-
-With several workers or a GPU a load or unload of a model sends one, too.
-"""
+"""The certificate of a server. `ServedCertificate.renew` reads its files again."""
 
 from __future__ import annotations
 

@@ -143,7 +143,9 @@ async def test_the_method_of_the_readme_answers():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     names, services = {}, []
-    exec(APPLICATION + METHOD.replace("8000", str(port)), names)
+    method, command, _ = METHOD.partition("asyncio.run(main())\n")
+    assert command
+    exec(APPLICATION + method.replace("8000", str(port)), names)
 
     def service(*given, **more):
         services.append(HttpService(*given, **more))
