@@ -358,7 +358,7 @@ def summarise(options: Namespace, parts: Sequence[Part]) -> list[dict[str, Any]]
 
 
 def check(total: dict[str, Any], options: Namespace) -> list[tuple[str, bool]]:
-    """Each target, and the rule that no label may be wrong: its text, and whether it is met."""
+    """The text of each target, and of the rule on wrong labels, and whether the load met it."""
     wrong = total["errors"].get(WRONG_LABEL, 0)
     count, failed = total["requests"], sum(total["errors"].values()) - wrong
     limit, percent = options.errors

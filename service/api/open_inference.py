@@ -59,7 +59,7 @@ class RepositoryEntry:
 
 
 class OpenInference:
-    """What is told of the server, of its models, and of the repository.
+    """Answers about the server, its models and the repository.
 
     `max_images`: images that a request may have. With a model that is not loaded, the methods raise
     UnknownModel.

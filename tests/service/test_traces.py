@@ -148,7 +148,7 @@ def spans_of(*requests):
 
 
 def seconds(*times_ns):
-    """Of the monotonic clock."""
+    """Expected Unix seconds of times of the monotonic clock."""
     clock_ns = time.time_ns() - time.monotonic_ns()
     return [pytest.approx((ns - clock_ns) / 1e9, abs=1e-4) for ns in times_ns]
 
