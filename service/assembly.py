@@ -26,7 +26,7 @@ from service.api.explain import explain_route
 from service.api.grpc_methods import methods
 from service.api.middleware import Middleware
 from service.api.open_inference import OpenInference
-from service.api.paths import POLICY, image_routes
+from service.api.paths import POLICY, PROBES, image_routes
 from service.api.schemas import InfoResponse, LoadedModel
 from service.decode.pool import Decoders
 from service.direct import Predictions
@@ -172,11 +172,13 @@ async def open_service(
         budget = Budget(settings.max_in_flight_bytes)
         metrics.watch_in_flight(lambda: budget.held_bytes)
         timeout_s = settings.request_timeout_ms / 1e3
-        probes = settings.access_log_probes == "on"
-        access = stack.enter_context(access_log(settings.access_log, probes))
+        left_out = () if settings.access_log_probes == "on" else PROBES
+        access = stack.enter_context(access_log(settings.access_log, left_out))
         keys = Keys(
             (key.get_secret_value() for key in settings.api_keys),
             (key.get_secret_value() for key in settings.admin_keys),
+            "loading and unloading models by requests is disabled; "
+            "start the service with LENET_ADMIN_KEYS",
         )
         build = distribution_version(), distribution_commit()  # read from files
         requests = Requests(

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp
 
 from service.assembly import Service, open_service
 from service.engine.models import Models
-from service.errors import STARTUP_ERRORS, ExitCode, exit_code, stopped
+from service.errors import STARTUP_ERRORS, ExitCode, exit_code
 from service.observe.metrics import Metrics
 from service.process import allocator, descriptors
 from service.process.heartbeat import Heartbeat
@@ -259,7 +259,6 @@ async def _answer(
     for end in stop_all:
         end()
     await asyncio.gather(*serving)
-    door.give_up(stopped())
     await service.models.drain(max(0.0, deadline_s - loop.time()))
 
 

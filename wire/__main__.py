@@ -33,7 +33,7 @@ async def lifespan(app: Application) -> AsyncIterator[dict[str, Any]]:
     The block gets the state that the application leaves for its requests.
 
     Raises:
-        RuntimeError: its start failed.
+        RuntimeError: its start or its stop failed.
     """
     state: dict[str, Any] = {}
     received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -61,14 +61,17 @@ async def lifespan(app: Application) -> AsyncIterator[dict[str, Any]]:
             raise RuntimeError(f"the application did not start: {_cause(started)}")
         yield state
     finally:
+        ended: dict[str, Any] = {"type": ""}
         if started["type"] == "lifespan.startup.complete":
-            await step("shutdown")
+            ended = await step("shutdown")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+    if ended["type"] == "lifespan.shutdown.failed":
+        raise RuntimeError(f"the application did not stop: {_cause(ended)}")
 
 
 def _cause(failed: Mapping[str, Any]) -> str:
-    """Why a start failed, as the application says. Starlette sends a traceback."""
+    """Why a step failed, as the application says. Starlette sends a traceback."""
     message = str(failed.get("message", "")).strip()
     return message.splitlines()[-1] if "Traceback (most recent call last)" in message else message
 
@@ -103,8 +106,10 @@ async def _until_signal(app: Application, options: argparse.Namespace) -> None:
 def _application(name: str) -> Application:
     """Import the application. Raises: ImportError: `name` names none."""
     module, _, attribute = name.partition(":")
+    app: Application | None = None
     try:
-        app: Application | None = getattr(importlib.import_module(module), attribute or "app", None)
+        if module and not module.startswith("."):
+            app = getattr(importlib.import_module(module), attribute or "app", None)
     except ImportError as exc:
         raise ImportError(f"app: got {name}, cannot import it: {exc}") from exc
     if not callable(app):

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal, TypeAlias
 
@@ -24,24 +24,20 @@ _LAST_LINES_S = 0.2
 _TARGET_CHARACTERS = 200
 _STANDARD_OUTPUT = 1
 
-_PROBES = {
-    f"{method} {path}"
-    for method in ("GET", "HEAD")
-    for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics")
-} | {"Check", "Watch", "ServerLive", "ServerReady"}
 _SUCCESSES = (200, "OK", "CANCELLED")
-"""CANCELLED: how clients end a `Watch`."""
+"""CANCELLED: how clients end a stream that has no other end."""
 
 
 class AccessLog:
     """Puts a line for each answer, in `form`, into `lines`; drops it if they are full.
 
-    Without `probes`, health checks and scrapes that succeed get no line.
+    Those of `left_out`, as "GET /healthz" or a gRPC method's name, get none if they succeed.
     """
 
-    def __init__(self, form: Form, lines: queue.Queue[str | None], probes: bool = True) -> None:
-        self._json = form == "json"
-        self._left_out = () if probes else _PROBES
+    def __init__(
+        self, form: Form, lines: queue.Queue[str | None], left_out: Collection[str] = ()
+    ) -> None:
+        self._json, self._left_out = form == "json", left_out
         self._lines = lines
         self._pid = os.getpid()
 
@@ -86,8 +82,8 @@ class AccessLog:
 
 
 @contextmanager
-def access_log(form: Form, probes: bool = True) -> Iterator[AccessLog | None]:
-    """The access log while the block runs; None if it is off."""
+def access_log(form: Form, left_out: Collection[str] = ()) -> Iterator[AccessLog | None]:
+    """The access log while the block runs, see `AccessLog`; None if it is off."""
     if form == "off":
         yield None
         return
@@ -95,7 +91,7 @@ def access_log(form: Form, probes: bool = True) -> Iterator[AccessLog | None]:
     writer = threading.Thread(target=_write, args=(lines,), name="access-log", daemon=True)
     writer.start()
     try:
-        yield AccessLog(form, lines, probes)
+        yield AccessLog(form, lines, left_out)
     finally:
         with suppress(queue.Full):
             lines.put_nowait(None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from wire.errors import INTERNAL, STOPPED, Refusal, Unavailable
+from wire.errors import INTERNAL, Refusal
 from wire.exchange import Exchange
 from wire.head import RequestHead
 from wire.http2_fields import is_field
@@ -70,19 +70,22 @@ class AsgiExchange(Exchange):
     async def _run(self) -> None:
         try:
             await self.writer.peer.app(self._scope(), self._receive, self._send)
-        except asyncio.CancelledError:  # the stop takes too long
-            if not self._gone:
-                self.fail(Unavailable(STOPPED, retry_after_s=1))
-            raise
+        except asyncio.CancelledError:
+            if self._gone:  # the stop takes too long, and the client got its answer
+                raise
+            self._note_failure()
         except Exception:  # noqa: BLE001 - the application's edge: the client gets an answer
-            ids = f": {self.head.ids}" if self.head.ids else ""
-            _log.exception("%s failed", self.request + ids)
+            self._note_failure()
         if not (self._gone or self._complete):
             self._complete = True
             if self._begun:
                 self.writer.reset(self, fault=True)
             else:
                 self.refuse(Refusal(INTERNAL))
+
+    def _note_failure(self) -> None:
+        ids = f": {self.head.ids}" if self.head.ids else ""
+        _log.exception("%s failed", self.request + ids)
 
     def _scope(self) -> dict[str, Any]:
         peer, head = self.writer.peer, self.head

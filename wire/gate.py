@@ -86,13 +86,15 @@ class Gate:
         """
         if method == b"OPTIONS" and "access-control-request-method" in headers and self._origins:
             return self._preflight  # which browsers send without keys
-        if not self._keys or self.policy.is_open(path):
-            return None
-        error = self._keys.check(headers.get("authorization"))
+        error = None if self.policy.is_open(path) else self.key_error(headers)
         if error is None:
             return None
         self._refused(error)
         return self.policy.answer(path, error)
+
+    def key_error(self, headers: Mapping[str, str]) -> Refusal | None:
+        """The error of a request that lacks a key; its names are in lower case."""
+        return self._keys.check(headers.get("authorization"))
 
     def cors_lines(self, headers: Mapping[str, str]) -> bytes:
         """Header lines for the answer to a page of another origin."""
@@ -114,7 +116,7 @@ class Gate:
         if not self._noted:
             self._noted = True
             _log.info(
-                "a page of %s asked; browsers let pages of other origins read answers only with "
-                "--cors-origins (said once)",
+                "a page of %s asked; its browser lets it read no answer, as no origin is allowed "
+                "(said once)",
                 shown(origin),
             )

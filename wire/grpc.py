@@ -90,6 +90,7 @@ class Method:
             Raises Refusal.
         open: begins a call.
         refused: counts a call that failed at its headers.
+        is_open: whether its calls need no key.
         is_limited: whether its calls wait for a batch, and are refused where too many are open.
         is_endless: whether they may go on for ever, and give way where too many are open.
     """
@@ -97,6 +98,7 @@ class Method:
     read: Callable[[Mapping[str, str]], Any]
     open: Callable[[Any, GrpcStream], Call]
     refused: Callable[[Refusal], None] = lambda _: None
+    is_open: bool = False
     is_limited: bool = False
     is_endless: bool = False
 

@@ -116,7 +116,7 @@ class Http2Head(RequestHead):
                 raise InvalidInput(repeated, field=repeated.partition(":")[0])
             if method is None:
                 found = shown(self.path.decode("latin-1"), _METHOD_CHARACTERS)
-                raise Unimplemented(f"method: got {found}, expected one that reflection lists")
+                raise Unimplemented(f"method: got {found}, expected one that is served here")
             kind = named["content-type"]
             if kind.partition(";")[0] not in ("application/grpc", "application/grpc+proto"):
                 raise Unimplemented(f"content-type: got {shown(kind)}, expected application/grpc")
@@ -124,6 +124,8 @@ class Http2Head(RequestHead):
                 expected = ", ".join(ENCODINGS)
                 found = shown(self.encoding)
                 raise Unimplemented(f"grpc-encoding: got {found}, expected one of {expected}")
+            if not method.is_open and (error := gate.key_error(named)) is not None:
+                raise error
             self.wanted = method.read(named)
         except Refusal as exc:
             self.error = without_frames(exc)

@@ -18,11 +18,17 @@ MIN_CHARACTERS = 16
 class Keys:
     """The keys that a request may come with. Without `keys`, every request may come.
 
-    Those of `admin` may do whatever `keys` may, and alone load and unload models. Without any,
-    nobody may.
+    Those of `admin` may do whatever `keys` may, and alone what administrators may. Without any,
+    nobody may, and gets the message `without_admin`.
     """
 
-    def __init__(self, keys: Iterable[str] = (), admin: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        admin: Iterable[str] = (),
+        without_admin: str = "only administrators may do this, and none has a key",
+    ) -> None:
+        self._without_admin = without_admin
         self._keys = tuple(map(_digest, keys))
         self._admin = tuple(map(_digest, admin))
 
@@ -32,15 +38,11 @@ class Keys:
     def check(self, authorization: str | None, *, admin: bool = False) -> Refusal | None:
         """The error to answer with, None if the key is accepted.
 
-        `authorization` is None if the header is missing. `admin`: the request loads or unloads
-        models.
+        `authorization` is None if the header is missing. `admin`: only administrators may do what
+        the request asks for.
         """
         if admin and not self._admin:
-            return Forbidden(
-                "loading and unloading models by requests is disabled; "
-                "start the service with LENET_ADMIN_KEYS",
-                field="authorization",
-            )
+            return Forbidden(self._without_admin, field="authorization")
         if not admin and not self._keys:
             return None
         expected = "of the administrator's keys" if admin else "of the service's keys"

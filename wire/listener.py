@@ -78,7 +78,7 @@ def reserve(host: str, port: int) -> Iterator[tuple[socket.socket, ...]]:
         name = stack.enter_context(socket.socket(socket.AF_UNIX))
         try:
             if sys.platform == "linux":
-                name.bind(f"\0lenet-serve {host}:{port}")
+                name.bind(f"\0wire {host}:{port}")
         except OSError as exc:
             raise cannot_listen(host, port, exc) from exc
         yield listeners
@@ -87,8 +87,7 @@ def reserve(host: str, port: int) -> Iterator[tuple[socket.socket, ...]]:
 def cannot_listen(host: str, port: int, cause: OSError) -> CannotListen:
     """The error that says why `host` and `port` cannot be listened on."""
     return CannotListen(
-        f"cannot listen on {at(host, port)}: {cause.strerror}; choose another address with "
-        "--host, --port or --grpc-port"
+        f"cannot listen on {at(host, port)}: {cause.strerror}; choose another host or port"
     )
 
 

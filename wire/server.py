@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterable
 
 from wire.door import HttpService
+from wire.errors import STOPPED, Unavailable
 from wire.sharing import take, take_all
 
 _log = logging.getLogger(__name__)
@@ -105,6 +106,8 @@ class HttpServer:
                     await asyncio.wait(door.tasks)
         if door.tasks:
             _log.error("stop: %d requests of the application did not end in time", len(door.tasks))
+        for open_connection in tuple(door.connections):
+            open_connection.give_up(Unavailable(STOPPED, retry_after_s=1))
         for task in door.tasks:
             task.cancel()
 
@@ -153,8 +156,7 @@ class HttpServer:
         now_s = asyncio.get_running_loop().time()
         if now_s - self._logged_s >= _LOGGED_EVERY_S:
             _log.warning(
-                "connections: %d refused, as %d are open, the limit: raise that of open files, "
-                "see lenet_connections_refused_total",
+                "connections: %d refused, as %d are open, the limit: raise that of open files",
                 *(self._refusals, self._door.max_connections),
             )
             self._refusals, self._logged_s = 0, now_s

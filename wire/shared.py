@@ -175,11 +175,6 @@ class Shared:
         """Connections made from now on answer one request, too."""
         self.stopping = True
 
-    def give_up(self, error: Refusal) -> None:
-        """Answer the requests that are not answered yet with `error`."""
-        for connection in tuple(self.connections):
-            connection.give_up(error)
-
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close connections that waited too long, all at one timer."""
         self._renew_date()

@@ -38,7 +38,7 @@ class CertificateFiles:
             context.load_cert_chain(self.certificate, self.key, password="")
         except (OSError, ValueError) as exc:
             raise InvalidCertificate(
-                f"--tls-certificate is {self.certificate}, --tls-key {self.key}: "
+                f"certificate {self.certificate}, key {self.key}: "
                 f"{_mistake(certificate, key) or _reason(exc)}"
             ) from exc
         if self.client_ca is not None:
@@ -46,7 +46,7 @@ class CertificateFiles:
                 context.load_verify_locations(self.client_ca)
             except ssl.SSLError as exc:
                 raise InvalidCertificate(
-                    f"--tls-client-ca: {self.client_ca}: {_reason(exc)}; expected PEM, from "
+                    f"client CA {self.client_ca}: {_reason(exc)}; expected PEM, from "
                     "-----BEGIN CERTIFICATE----- on"
                 ) from exc
             context.verify_mode = ssl.CERT_REQUIRED
@@ -59,9 +59,9 @@ class CertificateFiles:
             InvalidCertificate: a file cannot be read.
         """
         return (
-            _read("--tls-key", self.key),
-            _read("--tls-certificate", self.certificate),
-            None if self.client_ca is None else _read("--tls-client-ca", self.client_ca),
+            _read("key", self.key),
+            _read("certificate", self.certificate),
+            None if self.client_ca is None else _read("client CA", self.client_ca),
         )
 
 
@@ -129,11 +129,11 @@ def _der(data: bytes) -> list[tuple[int, bytes]]:
     return elements
 
 
-def _read(flag: str, path: Path) -> bytes:
+def _read(what: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as exc:
-        raise InvalidCertificate(f"{flag}: {_fault(exc, path)}") from exc
+        raise InvalidCertificate(f"{what} {path}: {_reason(exc)}") from exc
 
 
 _CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
@@ -153,10 +153,6 @@ def _mistake(certificate: bytes, key: bytes) -> str:
     if b"ENCRYPTED" in key:
         return "the key has a password; write one without it: openssl pkey -in FILE -out NEW"
     return ""
-
-
-def _fault(error: OSError, path: Path) -> str:
-    return f"{path}: {_reason(error)}"
 
 
 def _reason(error: Exception) -> str:

@@ -19,6 +19,9 @@ from service.errors import Cancelled, stopped
 from wire.answer import Answer
 from wire.errors import Refusal
 
+DRAINED = "Task cancelled, timeout graceful shutdown exceeded"
+"""With this message uvicorn cancels the requests that are left at the end of its drain."""
+
 
 def image_endpoint(route: ImageRoute) -> Callable[[Request], Awaitable[Response]]:
     """The endpoint of `route`."""
@@ -40,11 +43,10 @@ def image_endpoint(route: ImageRoute) -> Callable[[Request], Awaitable[Response]
                 return Response(status_code=Cancelled.status)  # which nobody reads
             await asyncio.wait((answered,))
             return response(answered.result())
-        except asyncio.CancelledError:  # uvicorn's, at the end of its drain
-            call.fail(stopped())
-            if not answered.done():
-                raise
-            return response(answered.result())
+        except asyncio.CancelledError as exc:
+            if exc.args == (DRAINED,):  # `Middleware` answers
+                call.fail(stopped())
+            raise
         finally:
             receiving.add_done_callback(_read_exception)
             receiving.cancel()

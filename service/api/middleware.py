@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.endpoints import fields, path_of, response
+from service.api.endpoints import DRAINED, fields, path_of, response
 from service.errors import invalid, stopped
 from wire.access_log import AccessLog
 from wire.answer import FAILURES, log_failure, refusal
@@ -134,8 +134,8 @@ class Middleware:
         app = self._app if head.answer is None else response(head.answer)
         try:
             await app(inner, exchange.receive, exchange.send)
-        except asyncio.CancelledError:  # uvicorn's, at the end of its drain
-            if exchange.status:
+        except asyncio.CancelledError as exc:
+            if exchange.status or exc.args != (DRAINED,):  # by an application around this one
                 raise
             answer = response(self._gate.policy.answer(head.path, stopped()))
             await answer(inner, exchange.receive, exchange.send)

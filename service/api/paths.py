@@ -93,6 +93,13 @@ def image_routes(requests: Requests) -> dict[tuple[bytes, bytes], ImageRoute]:
     }
 
 
+PROBES = {
+    f"{method} {path}"
+    for method in ("GET", "HEAD")
+    for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics")
+} | {"Check", "Watch", "ServerLive", "ServerReady"}
+"""Health checks and scrapes, as the access log names them."""
+
 POLICY = Policy(
     is_open=lambda path: path_like(path.decode("latin-1")).is_open,
     answer=lambda path, error: path_like(path.decode("latin-1")).error(error),

@@ -13,7 +13,7 @@ import pytest
 
 import service.asgi
 from lenet.errors import InvalidSettings, InvalidWeightFile
-from service.api.endpoints import response
+from service.api.endpoints import DRAINED, response
 from service.assembly import open_service
 from service.engine.batcher import Batcher
 from service.errors import DeadlineExceeded, InvalidInput, TooLarge, UnknownModel
@@ -176,22 +176,28 @@ async def test_a_middleware_that_sends_empty_pieces_for_ever_gets_an_error(opene
     assert b"body: got 1001 empty pieces, expected at most 1000" in body["body"]
 
 
-async def test_a_cancelled_request_is_sent_elsewhere(opened, monkeypatch):
+@pytest.mark.parametrize("words", [DRAINED, None], ids=["uvicorn", "another"])
+async def test_a_request_that_is_cancelled_is_sent_elsewhere_only_at_the_end_of_a_drain(
+    opened, monkeypatch, words
+):
     monkeypatch.setattr(Batcher, "_dispatch", lambda batcher: None)  # nothing is ever computed
     messages = [{"type": "http.request", "body": bytes(784)}]
 
     async def receive():
         if not messages:
-            task.cancel()  # as uvicorn does at the end of its drain
+            task.cancel(words)
             await asyncio.Event().wait()
         return messages.pop()
 
     task = asyncio.create_task(call(opened.asgi, receive))
-    start, body = await task
-    assert start["status"] == 503
-    assert (b"retry-after", b"1") in start["headers"]
-    words = b"the service stopped before the answer; send this to another instance"
-    assert words in body["body"]
+    if words is None:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        start, body = await task
+        assert start["status"] == 503
+        assert (b"retry-after", b"1") in start["headers"]
+        assert b"the service stopped before the answer; send this to another" in body["body"]
     assert len(opened.models.get().batcher._queue) == 0
 
 

@@ -39,6 +39,8 @@ async def application(events, scope, receive, send):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body"})
         return
+    if path == "/cancels":
+        raise asyncio.CancelledError
     if path == "/fails":
         raise ValueError("planted")
     if path not in ("/early", *FIXED):

@@ -6,6 +6,7 @@ import queue
 
 import pytest
 
+from service.api.paths import PROBES
 from wire.access_log import AccessLog
 from wire.ids import Ids
 
@@ -31,9 +32,9 @@ from wire.ids import Ids
 def test_probes_and_scrapes_that_succeed_have_lines_only_where_they_are_wanted(
     request_, status, has_line
 ):
-    for probes, wanted in ((True, True), (False, has_line)):
+    for left_out, wanted in (((), True), (PROBES, has_line)):
         lines = queue.Queue()
-        AccessLog("json", lines, probes).add("http", "-", request_, status, 0, 0.1, Ids())
+        AccessLog("json", lines, left_out).add("http", "-", request_, status, 0, 0.1, Ids())
         assert lines.qsize() == wanted
 
 

@@ -242,7 +242,8 @@ async def test_a_large_body_is_read_to_its_end_when_the_server_stops(server):
 async def test_a_large_body_is_answered_when_the_stop_takes_too_long(server):
     client, _, _ = await half_sent(server)
     server.stop()
-    server.door.give_up(Unavailable("planted"))
+    for connection in server.door.connections:
+        connection.give_up(Unavailable("planted"))
     await refused(client, 503)
 
 

@@ -136,7 +136,7 @@ class Calls:
     """
 
     body_timeout_s = 7.0
-    is_endless = False
+    is_endless = is_open = False
 
     def __init__(self, many=False, slow=False):
         self.many, self.slow = many, slow
@@ -580,11 +580,11 @@ HEADS = {
     "te: gzip": (lambda: head((b"te", b"gzip"), without=(b"te",)), "malformed"),
     "an unknown method": (
         lambda: head(path=b"/a.B/D"),
-        "UNIMPLEMENTED method: got '/a.B/D', expected one that reflection lists",
+        "UNIMPLEMENTED method: got '/a.B/D', expected one that is served here",
     ),
     "a method with a query": (
         lambda: head(path=b"/a.B/D?x"),
-        "UNIMPLEMENTED method: got '/a.B/D', expected one that reflection lists",
+        "UNIMPLEMENTED method: got '/a.B/D', expected one that is served here",
     ),
     "grpc-encoding: gzip": (lambda: head((b"grpc-encoding", b"gzip")), "a call"),
     "grpc-encoding: deflate": (lambda: head((b"grpc-encoding", b"deflate")), "a call"),

@@ -37,8 +37,7 @@ def test_a_taken_port_is_named():
         with pytest.raises(CannotListen) as caught:
             listen("127.0.0.1", port)
     assert str(caught.value) == (
-        f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another address with "
-        "--host, --port or --grpc-port"
+        f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another host or port"
     )
 
 

@@ -60,6 +60,10 @@ FAILS = """
 async def app(scope, receive, send):
     await send({"type": "lifespan.startup.failed", "message": "planted"})
 """
+ENDS_BADLY = LIFESPAN.replace(
+    '{"type": f"lifespan.{step}.complete"}',
+    '{"type": f"lifespan.{step}." + ("complete" if step == "startup" else "failed")}',
+)
 RAISES = STATE.replace("yield", "raise ValueError('planted')\n    yield")
 
 
@@ -77,15 +81,16 @@ def served(folder, text, *flags, app="module:app"):
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "said", "code"),
     [
-        (APPLICATION, ""),
-        (LIFESPAN, "startup\nshutdown\n"),
-        (STATE, "startup\nshutdown\n"),
+        (APPLICATION, "", 0),
+        (LIFESPAN, "startup\nshutdown\n", 0),
+        (STATE, "startup\nshutdown\n", 0),
+        (ENDS_BADLY, "startup\nshutdown\n", 1),
     ],
-    ids=["readme", "life", "state"],
+    ids=["readme", "life", "state", "bad end"],
 )
-def test_an_application_is_served_until_a_signal(text, said, tmp_path):
+def test_an_application_is_served_until_a_signal(text, said, code, tmp_path):
     with served(tmp_path, text) as server:
         try:
             while not (found := re.match(r"ready: (http://.*)", line := server.stderr.readline())):
@@ -93,8 +98,9 @@ def test_an_application_is_served_until_a_signal(text, said, tmp_path):
             for _ in range(2):
                 assert httpx.get(found[1], trust_env=False, timeout=PATIENCE_S).text == "Hello\n"
             server.send_signal(signal.SIGTERM)
-            assert server.wait(PATIENCE_S) == 0
+            assert server.wait(PATIENCE_S) == code
             assert server.stdout.read() == said
+            assert ("the application did not stop" in server.stderr.read()) == code
         finally:
             server.kill()
 
@@ -128,6 +134,7 @@ def test_a_command_that_cannot_serve_says_why_and_fails(text, flags, said, tmp_p
     [
         ("nope:app", "app: got nope:app, cannot import it: No module named 'nope'"),
         ("module:nope", "app: got module:nope, expected module:name of an ASGI application"),
+        (":app", "app: got :app, expected module:name of an ASGI application"),
     ],
 )
 def test_a_command_without_an_application_says_so_in_a_line(app, said, tmp_path):

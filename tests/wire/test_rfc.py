@@ -349,6 +349,7 @@ ANSWERS = {
     "pieces": (get(path=b"/pieces"), "200 open"),
     "pieces 1.0": (get(path=b"/pieces", version=b"1.0"), "200 closed"),
     "fails": (get(path=b"/fails"), "500 open"),
+    "cancels itself": (get(path=b"/cancels"), "500 open"),
     "early": (post(b"abc", path=b"/early"), "200 open"),
     "early more": (get(b"Content-Length: 100000", method=b"POST", path=b"/early"), "200 closed"),
     "refused query": (post(b"abc", path=b"/fast?x=1"), "400 open"),

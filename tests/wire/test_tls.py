@@ -65,7 +65,7 @@ def test_what_is_wrong_with_a_certificate_and_its_key_is_named(
     files.key.write_bytes(contents[key])
     with pytest.raises(InvalidCertificate) as caught:
         files.context()
-    expected = f"--tls-certificate is {files.certificate}, --tls-key {files.key}: {message}"
+    expected = f"certificate {files.certificate}, key {files.key}: {message}"
     assert str(caught.value).startswith(expected)
 
 
@@ -74,7 +74,7 @@ def test_an_authority_that_is_no_certificate_is_named(contents, tmp_path):
     for path, content in ((files.certificate, "certificate"), (files.key, "key")):
         path.write_bytes(contents[content])
     files.client_ca.write_bytes(contents["text"])
-    with pytest.raises(InvalidCertificate, match=r"--tls-client-ca: .*ca\.pem: .*; expected PEM"):
+    with pytest.raises(InvalidCertificate, match=r"client CA .*ca\.pem: .*; expected PEM"):
         files.context()
 
 

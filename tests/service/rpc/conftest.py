@@ -15,7 +15,6 @@ from benchmarks.grpc_stub import Stub
 from lenet.context import ExecutionContext
 from service.assembly import open_service
 from service.engine.batcher import Batcher
-from service.errors import Unavailable
 from service.forms import open_inference_pb2 as pb
 from service.settings import Settings
 from tests.service_process import PATIENCE_S
@@ -101,7 +100,6 @@ class Running:
         self._server._stop_timeout_s = timeout_s
         self._server.stop()
         await self.serving
-        self._door.give_up(Unavailable("the service stopped before the answer"))
 
 
 @pytest.fixture
