@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from struct import Struct
 from typing import Any, Protocol, cast
 
 from hpack import Decoder, HPACKError, OversizedHeaderListError
 
-from wire.http2_fields import Fields, is_field, list_bytes, timeout_of
+from wire.http2_fields import VARYING, Fields, cut, is_field, list_bytes
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 """The first bytes of a client."""
@@ -162,8 +162,8 @@ class Head(Protocol):
     once: bool
     """Whether it is not worth being remembered."""
 
-    def for_timeouts(self, fields: Fields) -> Callable[[bytes], Head] | None:
-        """Makes heads that differ in `grpc-timeout` alone; None if that does not matter."""
+    def for_values(self, fields: Fields) -> Callable[[Fields], Head] | None:
+        """Makes heads that differ in the values of some fields; None where each is to be read."""
         ...
 
 
@@ -253,8 +253,8 @@ class Http2:
     Args:
         handler: gets requests.
         head_cache: heads by header block, shared by connections whose `Handler.read` is the same.
-            Where a block has a timeout, by its place and the rest of the block: what
-            `Head.for_timeouts` returned, the latest timeout and its head.
+            Where a block has `VARYING` fields, by its pieces between their values: what
+            `Head.for_values` returned, the names, the latest values and their head.
     """
 
     def __init__(self, handler: Handler, head_cache: dict[Any, Any]) -> None:
@@ -629,46 +629,54 @@ class Http2:
 
     def _read_head(self, block: bytes) -> Head:
         """The head of a request, if possible without decoding it. Raises: Malformed."""
-        known, place = self.head_cache, None
-        key: Any = block
-        if self._table_is_empty:
+        known = self.head_cache
+        values: list[bytes] = []
+        if self._table_is_empty:  # so that a literal changes nothing, however it is indexed
             if (head := known.get(block)) is not None:
                 return cast("Head", head)
-            if (place := timeout_of(block)) is not None:
-                # A client with deadlines may send another timeout with each call.
-                start, value, end = place
-                key, timeout = (start, block[:start] + block[end:]), block[value:end]
-                if (maker := known.get(key)) is not None:
-                    return self._with_timeout(maker, timeout)
+            pieces, values = cut(block)
+            if values and (maker := known.get(pieces)) is not None:
+                return self._with_values(maker, values)
         fields = self._decode(block)
         head = self._handler.read(fields)
         small = len(block) <= _KNOWN_BLOCK_BYTES and len(fields) <= _KNOWN_FIELDS
-        if self._table_is_empty and small and not head.once:
-            make = place and self._is_field(block, start) and head.for_timeouts(fields)
-            if len(known) >= _KNOWN_BLOCKS:
-                del known[next(iter(known))]
-            if make:
-                known[key] = [make, timeout, head]
-            else:
-                known[block] = head
+        if self._table_is_empty and small:
+            names = [name for name, _ in fields if name in VARYING] if values else []
+            alone = values and len(set(names)) == len(names) and names == self._names(pieces)
+            make = head.for_values(fields) if alone else None
+            if make or not head.once:
+                if len(known) >= _KNOWN_BLOCKS:
+                    del known[next(iter(known))]
+                known[pieces if make else block] = [make, names, values, head] if make else head
         return head
 
-    def _with_timeout(self, maker: list[Any], timeout: bytes) -> Head:
-        """The head that `maker` makes for `timeout`, the latest one if that is equal."""
-        make, last_timeout, head = maker
-        if timeout != last_timeout:
-            ((_, value),) = self._decode(_SOME_NAME + timeout)
-            head = make(value)
-            maker[1:] = timeout, head
+    def _with_values(self, maker: list[Any], values: list[bytes]) -> Head:
+        """The head that `maker` makes for `values`, the latest one if these are equal."""
+        make, names, last_values, head = maker
+        if values != last_values:
+            # A first byte of 128 and more begins a value in Huffman's code.
+            found = [
+                one[1:] if one[0] < 128 else self._decode(_SOME_NAME + one)[0][1] for one in values
+            ]
+            head = make(tuple(zip(names, found, strict=True)))
+            maker[2:] = values, head
         return cast("Head", head)
 
-    def _is_field(self, block: bytes, start: int) -> bool:
-        """Whether a field begins at `start` of a well-formed block without a table."""
-        try:
-            self._decoder.decode(block[:start], raw=True)
-        except HPACKError:  # in the middle of another one
-            return False
-        return True
+    def _names(self, pieces: Sequence[bytes]) -> list[bytes]:
+        """Names of the fields whose values were cut out of a block between `pieces`.
+
+        [] if a cut is in the middle of another field. The block needs no table.
+        """
+        names = []
+        for piece in pieces[:-1]:
+            try:
+                *_, (name, value) = self._decoder.decode(piece + b"\0", raw=True)
+            except (HPACKError, IndexError, ValueError):
+                return []
+            if value:  # the last byte is a part of it
+                return []
+            names.append(name)
+        return names
 
     def _other_headers(self, stream: Stream | None, number: int, ends: bool, block: bytes) -> None:
         """Trailers, or headers where none may be."""

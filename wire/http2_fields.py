@@ -19,9 +19,16 @@ _OF_CONNECTIONS = frozenset(
 )
 """Fields that HTTP/2 has no use for: RFC 9113, 8.2.2."""
 
-_TIMEOUT_NAMES = (b"\x0cgrpc-timeout", b"\x89\x9a\xca\xc8\xb2MIOj\x7f")
-"""The name `grpc-timeout` with its length, as it is and in Huffman's code."""
-_TIMEOUT_BYTES = 10
+VARYING = (b"grpc-timeout", b"traceparent", b"x-request-id")
+"""Names of fields to which a client may give another value in each request."""
+
+_VARYING_FIELD = re.compile(
+    rb"[\0\x10@](?:\x0cgrpc-timeout|\x89\x9a\xca\xc8\xb2MIOj\x7f|"
+    rb"\x0btraceparent|\x88M\x83!k\x1d\x85\xa9\?|\x0cx-request-id|\x89\xf2\xb5\x85\xediP\x95\x8d\x27)"
+)
+"""The beginning of a literal with such a name, as it is or in Huffman's code."""
+_LONG = 127
+"""The length of a longer value takes further bytes."""
 
 
 def is_value(value: bytes) -> bool:
@@ -41,19 +48,23 @@ def list_bytes(fields: Fields) -> int:
     return sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields)
 
 
-def timeout_of(block: bytes) -> tuple[int, int, int] | None:
-    """Where `block` seems to have the field `grpc-timeout`: its begin, that of its value, its end.
+def cut(block: bytes) -> tuple[tuple[bytes, ...], list[bytes]]:
+    """`block` without the values of `VARYING` fields, in pieces, and these values, encoded.
 
-    It may be a part of another field.
+    What looks like such a field may be a part of another one.
     """
-    for name in _TIMEOUT_NAMES:
-        start = block.find(name)
-        value = start + len(name)
-        if start > 0 and block[start - 1] in b"\0\x10@" and value < len(block):
-            size = block[value] & 127
-            if size <= _TIMEOUT_BYTES:
-                return start - 1, value, value + 1 + size
-    return None
+    pieces, values, at = [], [], 0
+    while found := _VARYING_FIELD.search(block, at):
+        value = found.end()
+        size = block[value] & _LONG if value < len(block) else _LONG
+        end = value + 1 + size
+        if size == _LONG or end > len(block):
+            break
+        pieces.append(block[at:value])
+        values.append(block[value:end])
+        at = end
+    pieces.append(block[at:])
+    return tuple(pieces), values
 
 
 def literals(fields: Iterable[tuple[bytes, bytes]]) -> bytes:

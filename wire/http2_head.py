@@ -53,6 +53,7 @@ class Http2Head(RequestHead):
     version = "2"
     extra = b""
     encoding = "identity"
+    _excess = ""
     method_of_grpc: Method | None = None
 
     def __init__(self, fields: Fields, routes: FastRoutes, methods: Methods, gate: Gate) -> None:
@@ -60,38 +61,37 @@ class Http2Head(RequestHead):
         self.method = pseudo[b":method"]
         target = pseudo.get(b":path", b"")
         self.aim(target)
-        named = _named(self.headers)
         self.length = _length(self.headers)
+        size, count = list_bytes(fields), len(fields) - len(pseudo)
+        if size > MAX_HEADER_BYTES:
+            self._excess = f"got {size} bytes, expected at most {MAX_HEADER_BYTES}"
+        elif count > MAX_FIELDS:
+            self._excess = f"got {count} fields, expected at most {MAX_FIELDS}"
+        self._target_bytes, self._led_by = len(target), (routes, methods, gate)
+        named = _named(self.headers)
         self.expects_continue = named.get("expect", "").lower() == "100-continue"
-        self.ids = Ids.read(named)
-        self.once = bool(self.ids) or self.expects_continue
         self.is_grpc = self.method == b"POST" and named.get("content-type", "").startswith(
             "application/grpc"
         )
-        size, count, excess = list_bytes(fields), len(fields) - len(pseudo), ""
-        if size > MAX_HEADER_BYTES:
-            excess = f"got {size} bytes, expected at most {MAX_HEADER_BYTES}"
-        elif count > MAX_FIELDS:
-            excess = f"got {count} fields, expected at most {MAX_FIELDS}"
-        if self.is_grpc:
-            self._read_call(named, methods, gate, excess)
-        else:
-            self._read_request(named, routes, gate, excess, len(target))
+        self._lead(named)
+        self.once = self.expects_continue or bool(self.ids) or self.answer is not None
 
-    def _read_request(
-        self,
-        named: Mapping[str, str],
-        routes: FastRoutes,
-        gate: Gate,
-        excess: str,
-        target_bytes: int,
-    ) -> None:
+    def _lead(self, named: Mapping[str, str]) -> None:
+        """Find who answers the request with the fields `named`."""
+        routes, methods, gate = self._led_by
+        self.ids = Ids.read(named)
+        if self.is_grpc:
+            self._read_call(named, methods, gate)
+        else:
+            self._read_request(named, routes, gate)
+
+    def _read_request(self, named: Mapping[str, str], routes: FastRoutes, gate: Gate) -> None:
         self.extra = lines_block(self.ids.line + gate.cors_lines(named))
-        if excess:
-            self.answer = refusal(431, "invalid_input", f"headers: {excess}")
+        if self._excess:
+            self.answer = refusal(431, "invalid_input", f"headers: {self._excess}")
             return
-        if target_bytes > MAX_TARGET_BYTES:
-            message = f"target: got {target_bytes} bytes, expected at most {MAX_TARGET_BYTES}"
+        if self._target_bytes > MAX_TARGET_BYTES:
+            message = f"target: got {self._target_bytes} bytes, expected at most {MAX_TARGET_BYTES}"
             self.answer = refusal(414, "invalid_input", message)
             return
         if repeated := self.repeated(gate):
@@ -102,16 +102,13 @@ class Http2Head(RequestHead):
             self.answer = refusal(501, "invalid_input", message)
             return
         self.ask(named, routes, gate)
-        self.once = self.once or self.answer is not None  # the gate counts each
 
-    def _read_call(
-        self, named: Mapping[str, str], methods: Methods, gate: Gate, excess: str
-    ) -> None:
+    def _read_call(self, named: Mapping[str, str], methods: Methods, gate: Gate) -> None:
         self.method_of_grpc = method = methods.get(self.path)
         self.encoding = named.get("grpc-encoding", "identity")
         try:
-            if excess:
-                raise HeadersTooLarge(f"metadata: {excess}", field="metadata")
+            if self._excess:
+                raise HeadersTooLarge(f"metadata: {self._excess}", field="metadata")
             if repeated := self.repeated(gate):
                 raise InvalidInput(repeated, field=repeated.partition(":")[0])
             if method is None:
@@ -130,23 +127,19 @@ class Http2Head(RequestHead):
         except Refusal as exc:
             self.error = without_frames(exc)
 
-    def for_timeouts(self, fields: Fields) -> Callable[[bytes], Http2Head] | None:
-        """Makes heads that differ in `grpc-timeout` alone; None if this is no accepted call."""
-        if self.error is not None or self.method_of_grpc is None:
+    def for_values(self, fields: Fields) -> Callable[[Fields], Http2Head] | None:
+        """Makes heads that differ in the values of some fields; None where each is to be read."""
+        led = self.method_of_grpc is not None or self.route is not None
+        if not led or self.error is not None or self.answer is not None or self.expects_continue:
             return None
-        if sum(name == b"grpc-timeout" for name, _ in fields) != 1:
-            return None
-        return partial(self._with_timeout, _named(fields), self.method_of_grpc)
+        return partial(self._with_values, _named(_checked(fields)[1]))
 
-    def _with_timeout(self, named: Mapping[str, str], method: Method, timeout: bytes) -> Http2Head:
-        if not is_value(timeout):
+    def _with_values(self, named: Mapping[str, str], changed: Fields) -> Http2Head:
+        if not all(is_value(value) for _, value in changed):
             raise Malformed
         head = Http2Head.__new__(Http2Head)  # copy.copy takes 5 us
         head.__dict__.update(self.__dict__)
-        try:
-            head.wanted = method.read({**named, "grpc-timeout": timeout.decode("latin-1")})
-        except Refusal as exc:
-            head.error = without_frames(exc)
+        head._lead({**named, **_named(changed)})
         return head
 
 

@@ -31,8 +31,9 @@ from h2.settings import SettingCodes, Settings
 
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
 from wire.gate import Gate
+from wire.grpc import Method
 from wire.http2 import MAX_STREAMS, PREFACE, Http2, Stream
-from wire.http2_fields import Fields
+from wire.http2_fields import VARYING, Fields
 from wire.http2_head import Http2Head
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, UPDATE, CONTINUATION = range(10)
@@ -440,6 +441,7 @@ def settings(*pairs: tuple[int, int], flags: int = 0) -> bytes:
 
 
 ACKED = settings(flags=ACK)
+CALL = field(b"content-type", b"application/grpc")
 GET = block(method=b"GET", path=b"/x?y#z")
 
 FIELDS = (
@@ -457,6 +459,10 @@ FIELDS = (
     *(field(b":scheme", b""), field(b":scheme", b"https"), field(b":protocol", b"websocket")),
     *(field(b"expect", b"100-continue"), field(b"x-request-id", b"1"), field(b"a", b"b" * 126)),
     *(b"\xff" * 12, b"\0\x84\xff\xff\xff\xff\0", b"\x7f\xff\xff\xff\x7f"),
+    *(field(name, value) for name in VARYING for value in (b"1S", b"2S", b"", b" ")),
+    *(field(b"a", field(name, b"1S", first)) for name in VARYING for first in (b"\0", b"@")),
+    *(hpack.Encoder().encode([(name, b"x")]) for name in VARYING),
+    field(b"content-type", b"application/grpc"),
 )
 
 FRAMES = (
@@ -665,7 +671,7 @@ class HeaderBlocksTarget(Target):
             length = dict(fields).get(b"content-length", b"0")
             if expected is not None and int(length):
                 expected = None  # the request has no body
-            if server.found != expected:
+            if server.found != (expected and (*expected[:2], named(expected[2]))):
                 raise Finding(f"got {server.found!r:.300}, expected {expected!r:.300}")
             stream += 2
 
@@ -674,6 +680,7 @@ class HeaderBlocksTarget(Target):
         found = {
             "a-request": ((0, GET),),
             "equal-requests": ((1, b"\x20" + GET), (0, GET), (0, GET)),
+            "calls": ((1, b"\x20" + GET), *((0, block(CALL, one)) for one in FIELDS[-20:])),
             "a-table": ((0, block(table)), (0, block(b"\xbe"))),
             "a-table-that-is-gone": ((0, block(table)), (1, b"\x20" + GET), (0, block(b"\xbe"))),
             "a-table-that-comes": ((0, b"\x20" + GET), (0, b"\x3f\x45" + block(table)), (0, GET)),
@@ -704,16 +711,20 @@ class _HeadServer:
     """A connection whose requests have no bodies."""
 
     def __init__(self, known: dict[bytes, Any]) -> None:
-        self.found: tuple[bytes, bytes, list[tuple[bytes, bytes]]] | None = None
+        self.found: tuple[bytes, bytes, dict[str, str]] | None = None
         self.http2 = Http2(self, known)
 
     def read(self, fields: Fields) -> Http2Head:
-        head = Http2Head(fields, {}, {}, Gate())
-        head.wanted = dict(fields).get(b":path", b"")
+        """The head knows its whole path: that of a call by its method, which gets all fields."""
+        path = dict(fields).get(b":path", b"")
+        method = Method(lambda headers: (path, headers), lambda *_: None)  # type: ignore[arg-type]
+        head = Http2Head(fields, {}, {path.partition(b"#")[0].partition(b"?")[0]: method}, Gate())
+        if head.wanted is None:
+            head.wanted = path, named(head.headers)
         return head
 
     def opened(self, stream: Stream, head: Http2Head, end: bool) -> None:
-        self.found = head.method, head.wanted, head.headers
+        self.found = head.method, *head.wanted
         self.http2.headers(stream, b"\x88", end=True)
 
     def received(self, stream: Stream, data: bytes, end: bool) -> None:
@@ -733,6 +744,11 @@ class _HeadServer:
 
     def output(self) -> None:
         """Nobody reads it."""
+
+
+def named(fields: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The first value of each field."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(fields)}
 
 
 def framed(flags: int, one: bytes) -> bytes:

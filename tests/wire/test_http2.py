@@ -14,7 +14,9 @@ from wire.gate import Gate
 from wire.grpc import Method, timeout_s_of
 from wire.head import Head
 from wire.http2 import Http2
+from wire.http2_fields import VARYING
 from wire.http2_head import Http2Head
+from wire.ids import Ids
 from wire.keys import Keys
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -1361,25 +1363,35 @@ class Caller(Client):
         return Http2Head(fields, {}, {b"/a.B/C": method}, Gate())
 
     def opened(self, stream, head, end):
-        self.found = [head.wanted if head.error is None else head.error.message]
+        self.found = [(head.wanted if head.error is None else head.error.message, head.ids)]
         self.http2.answer(stream, b"\x88", b"", None)
 
 
+TRACE = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACES = [TRACE, TRACE, TRACE[:-1] + b"0"]
+TIMEOUTS = [b"1S", b"999999u", b"1S", b"1S", b"20m", b"99999999n"]
+
+
 @pytest.mark.parametrize("coded", [False, True], ids=["plain", "Huffman"])
-def test_heads_that_differ_in_their_timeout_are_read_once(coded):
+def test_heads_that_differ_in_fields_that_vary_are_read_once(coded):
     client = Caller()
+    varied = [
+        *([(b"grpc-timeout", one)] for one in TIMEOUTS),
+        *([(b"traceparent", one), (b"x-request-id", one[-9:])] for one in TRACES),
+        *([(b"x-request-id", one), (b"grpc-timeout", one)] for one in TIMEOUTS),
+    ]
     for x in (b"a", b"b"):
-        reads = client.reads
-        for timeout in (b"1S", b"999999u", b"1S", b"1S", b"20m", b"99999999n"):
-            seconds = timeout_s_of({"grpc-timeout": timeout.decode()})
-            found = client.call((b"x", x), (b"grpc-timeout", timeout), coded=coded)
-            assert found == [(x.decode(), seconds)]
-        assert client.reads <= reads + 2  # the first block announces the empty table
-    for timeout, expected in ((b"1", "grpc-timeout: got '1', expected"), (b" 1S", None)):
-        found = client.call((b"x", b"b"), (b"grpc-timeout", timeout), coded=coded)
-        assert [one[:30] for one in found] == ([expected[:30]] if expected else [])
-    assert client.call((b"x", b"b"), (b"grpc-timeout", b"2S"), coded=coded) == [("b", 2)]
-    assert len(client.http2.head_cache) <= 4
+        for fields in varied:
+            named = {name.decode(): value.decode() for name, value in fields}
+            found = client.call((b"x", x), *fields, coded=coded)
+            assert found == [((x.decode(), timeout_s_of(named)), Ids.read(named))]
+    assert client.reads <= 2 * 3 + 1  # the first block announces the empty table
+    for value, expected in ((b"1", "grpc-timeout: got '1', expected"), (b" 1S", None)):
+        found = client.call((b"x", b"b"), (b"grpc-timeout", value), coded=coded)
+        assert [one[:31] for one, _ in found] == ([expected] if expected else [])
+    known = client.http2.head_cache
+    assert client.call((b"x", b"b"), (b"grpc-timeout", b"2S"), coded=coded)[0][0] == ("b", 2)
+    assert len(known) <= 7
 
 
 TIMEOUT = b"\x0cgrpc-timeout"
@@ -1390,9 +1402,9 @@ LIKE = [b"@" + TIMEOUT + b"\x021S", b"@" + TIMEOUT + b"\x022S", b"a", b"@", TIME
     st.lists(
         st.lists(
             st.tuples(
-                st.sampled_from([b"x", b"grpc-timeout"]),
+                st.sampled_from([b"x", *VARYING]),
                 st.one_of(
-                    st.sampled_from([b"1S", b"2S"]),
+                    st.sampled_from([b"1S", b"2S", b"a" * 200]),
                     st.lists(st.sampled_from(LIKE), min_size=1, max_size=3).map(b"".join),
                 ),
             ),
@@ -1403,7 +1415,7 @@ LIKE = [b"@" + TIMEOUT + b"\x021S", b"@" + TIMEOUT + b"\x022S", b"a", b"@", TIME
     )
 )
 @example([[(b"x", like), (b"grpc-timeout", b"1S")] for like in LIKE[:2]])
-def test_a_known_head_is_that_of_its_fields_whatever_looks_like_a_timeout(calls):
+def test_a_known_head_is_that_of_its_fields_whatever_looks_as_if_it_varied(calls):
     client = Caller()
     for fields in calls:
         assert client.call(*fields) == Caller({}).call(*fields)
