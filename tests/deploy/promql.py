@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
+from types import MappingProxyType
 from typing import get_args
 
 import promql_parser as promql
@@ -55,79 +57,67 @@ def registered() -> dict[str, dict[str, set[str]]]:
     return found
 
 
-def labels_of(expr: str, recorded: dict[str, frozenset[str]] | None = None) -> frozenset[str]:
-    """The labels of the result of `expr`. `recorded`: those of each recording rule.
+def labels_of(
+    query: object, recorded: Mapping[str, frozenset[str]] = MappingProxyType({})
+) -> frozenset[str] | None:
+    """Labels of the result of `query`, PromQL or its syntax tree; None of a number.
+
+    `recorded`: those of each recording rule.
 
     Raises:
         WrongQuery: it names what there is not, or its two sides can never match.
         ValueError: it is not PromQL.
     """
-    return _Reader(recorded or {}).read(promql.parse(expr)) or frozenset()
+    read = partial(labels_of, recorded=recorded)
+    match promql.parse(query) if isinstance(query, str) else query:
+        case promql.VectorSelector() as selector:
+            return _selected(selector, recorded)
+        case promql.MatrixSelector() as node:
+            return _selected(node.vector_selector, recorded)
+        case promql.ParenExpr() | promql.UnaryExpr() | promql.SubqueryExpr() as node:
+            return read(node.expr)
+        case promql.Call() as node:
+            found = next((one for one in map(read, node.args) if one is not None), None)
+            if node.func.name == "absent":
+                return frozenset()
+            if node.func.name == "histogram_quantile":
+                assert found is not None
+                return _with(found, {"le"}) - {"le"}
+            return found
+        case promql.AggregateExpr() as node:
+            inner, by = read(node.expr), set(node.modifier.labels if node.modifier else ())
+            assert inner is not None
+            without = node.modifier and node.modifier.type == promql.AggModifierType.Without
+            return _with(inner, by) - by if without else _with(inner, by) & by
+        case promql.BinaryExpr() as node:
+            left, right = read(node.lhs), read(node.rhs)
+            if left is None or right is None:
+                return right if left is None else left
+            if node.modifier is not None and node.modifier.matching is not None:
+                raise WrongQuery(f"{node.prettify()}: `on` and the like are not read here")
+            if left != right:
+                raise WrongQuery(f"{node.prettify()}: {sorted(left)} never match {sorted(right)}")
+            return left
+    return None
 
 
-class _Reader:
-    def __init__(self, recorded: dict[str, frozenset[str]]) -> None:
-        self._recorded = recorded
+def _selected(
+    selector: promql.VectorSelector, recorded: Mapping[str, frozenset[str]]
+) -> frozenset[str]:
+    name = selector.name
+    values = registered().get(name, {})
+    if name not in registered() and name not in recorded:
+        raise WrongQuery(f"{name}: the service has no such metric")
+    have = recorded[name] if name in recorded else TARGET.union(values)
+    for matcher in selector.matchers.matchers:
+        _with(have, {matcher.name})
+        known = values.get(matcher.name, set()) if matcher.name in _CLOSED else None
+        if known and (wrong := set(matcher.value.split("|")) - known):
+            raise WrongQuery(f"{name}: {matcher.name} is never {sorted(wrong)}")
+    return have
 
-    def read(self, node: object) -> frozenset[str] | None:
-        """Labels of a vector; None of a number."""
-        match node:
-            case promql.VectorSelector():
-                return self._selected(node)
-            case promql.MatrixSelector():
-                return self._selected(node.vector_selector)
-            case promql.ParenExpr() | promql.UnaryExpr() | promql.SubqueryExpr():
-                return self.read(node.expr)
-            case promql.Call():
-                found = [one for one in map(self.read, node.args) if one is not None]
-                if node.func.name == "absent":
-                    return frozenset()
-                if node.func.name == "histogram_quantile":
-                    self._have(found[0], {"le"})
-                    return found[0] - {"le"}
-                return found[0] if found else None
-            case promql.AggregateExpr():
-                inner = self.read(node.expr)
-                assert inner is not None
-                by = set(node.modifier.labels) if node.modifier else set()
-                self._have(inner, by)
-                if node.modifier and node.modifier.type == promql.AggModifierType.Without:
-                    return inner - by
-                return frozenset(by)
-            case promql.BinaryExpr():
-                return self._joined(node, self.read(node.lhs), self.read(node.rhs))
-        return None
 
-    def _joined(
-        self, node: promql.BinaryExpr, left: frozenset[str] | None, right: frozenset[str] | None
-    ) -> frozenset[str] | None:
-        if left is None or right is None:
-            return right if left is None else left
-        if node.modifier is not None and node.modifier.matching is not None:
-            raise WrongQuery(f"{node.prettify()}: `on` and the like are not read here")
-        if left != right:
-            raise WrongQuery(
-                f"{node.prettify()}: the labels {sorted(left)} never match {sorted(right)}"
-            )
-        return left
-
-    def _selected(self, selector: promql.VectorSelector) -> frozenset[str]:
-        name = selector.name
-        if name in self._recorded:
-            labels = dict.fromkeys(self._recorded[name], frozenset[str]())
-        elif name in registered():
-            labels = registered()[name]
-        else:
-            raise WrongQuery(f"{name}: the service has no such metric")
-        have = frozenset(labels) | (TARGET if name not in self._recorded else frozenset())
-        for matcher in selector.matchers.matchers:
-            self._have(have, {matcher.name})
-            if matcher.name in _CLOSED:
-                wrong = set(matcher.value.split("|")) - labels[matcher.name]
-                if wrong:
-                    raise WrongQuery(f"{name}: {matcher.name} is never {sorted(wrong)}")
-        return have
-
-    def _have(self, have: frozenset[str], wanted: set[str]) -> None:
-        if missing := wanted - have:
-            raise WrongQuery(f"there is no label {sorted(missing)} beside {sorted(have)}")
+def _with(have: frozenset[str], wanted: set[str]) -> frozenset[str]:
+    if missing := wanted - have:
+        raise WrongQuery(f"there is no label {sorted(missing)} beside {sorted(have)}")
+    return have

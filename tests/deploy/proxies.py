@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 import trustme
 
-from service.errors import ExitCode
-from tests.service_process import PATIENCE_S, PROGRAM, Service
+from tests.service_process import PATIENCE_S, PROGRAM, PROJECT, Service
 
-ROOT = Path(__file__).parents[2]
 NGINX = """
 user root; # where root runs the tests, whose folders nobody else can read
 daemon off;
@@ -30,91 +28,91 @@ http {{
     fastcgi_temp_path {folder}/fastcgi;
     uwsgi_temp_path {folder}/uwsgi;
     scgi_temp_path {folder}/scgi;
-    include {folder}/lenet-serve.conf;
+    include {site};
 }}
 """
 
 
 def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in opened]
 
 
-class Certificates:
-    """A certificate for localhost, its key and its authority, as files."""
-
-    def __init__(self, folder):
-        authority = trustme.CA()
-        certificate = authority.issue_cert("localhost")
-        self.authority = folder / "ca.pem"
-        self.certificate = folder / "server.pem"
-        self.key = folder / "server.key"
-        authority.cert_pem.write_to_path(self.authority)
-        certificate.private_key_pem.write_to_path(self.key)
-        for number, blob in enumerate(certificate.cert_chain_pems):
-            blob.write_to_path(self.certificate, append=number > 0)
+def issue(folder, *names, **options):
+    """Write a certificate, its key and its authority to server.pem, server.key and ca.pem."""
+    authority = trustme.CA()
+    leaf = authority.issue_cert(*names, **options)
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    leaf.private_key_pem.write_to_path(folder / "server.key")
+    chain = b"".join(blob.bytes() for blob in leaf.cert_chain_pems)
+    (folder / "server.pem").write_bytes(chain)
 
 
-def replaced(text, replacements):
-    """`text` with each key replaced by its value; every key is there."""
+def configured(file, folder, replacements):
+    """A copy of `deploy/FILE` in `folder` in which each key, which is there, is replaced."""
+    text = (PROJECT / "deploy" / file).read_text()
     for old, new in replacements.items():
         assert old in text, old
         text = text.replace(old, str(new))
-    return text
+    path = folder / Path(file).name
+    path.write_text(text)
+    return path
 
 
 @contextlib.contextmanager
-def nginx(folder, certificates, backends, *, refills=True):
+def running(command, port, folder):
+    """Run a proxy until the block ends; inside it listens on `port`."""
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output)
+    try:
+        end_s = time.monotonic() + PATIENCE_S
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end_s, log.read_text()
+            time.sleep(0.05)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def nginx_with(site, port, folder):
+    """nginx that listens on `port` as the file `site` says."""
+    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, site=site))
+    return running(["nginx", "-p", folder, "-c", folder / "nginx.conf"], port, folder)
+
+
+def nginx(folder, backends, *, refills=True):
     """The port of nginx in front of two `backends`, pairs of an HTTP and a gRPC port.
 
     Without `refills` a key has its burst of 100 requests and hardly one more.
     """
     (port,) = free_ports(1)
-    (first, first_grpc), (second, second_grpc) = backends
-    text = replaced(
-        (ROOT / "deploy/nginx/lenet-serve.conf").read_text(),
-        {
-            "listen 443": f"listen 127.0.0.1:{port}",
-            "127.0.0.1:8000": f"127.0.0.1:{first}",
-            "127.0.0.1:8001": f"127.0.0.1:{first_grpc}",
-            "127.0.0.1:8010": f"127.0.0.1:{second}",
-            "127.0.0.1:8011": f"127.0.0.1:{second_grpc}",
-            "/etc/nginx/tls/server.pem": certificates.certificate,
-            "/etc/nginx/tls/server.key": certificates.key,
-        },
-    )
-    if not refills:
-        text = replaced(text, {"rate=100r/s": "rate=1r/m"})
-    (folder / "lenet-serve.conf").write_text(text)
-    (folder / "nginx.conf").write_text(NGINX.format(folder=folder))
-    command = ["nginx", "-p", str(folder), "-c", str(folder / "nginx.conf")]
-    with running(command, port, folder / "nginx.log"):
-        yield port
+    ports = zip(("8000", "8001", "8010", "8011"), [*backends[0], *backends[1]], strict=True)
+    changes = {f"127.0.0.1:{old}": f"127.0.0.1:{new}" for old, new in ports}
+    changes |= {"listen 443": f"listen 127.0.0.1:{port}", "/etc/nginx/tls": folder}
+    changes |= {} if refills else {"rate=100r/s": "rate=1r/m"}
+    return nginx_with(configured("nginx/lenet-serve.conf", folder, changes), port, folder)
 
 
-@contextlib.contextmanager
-def envoy(folder, certificates, backends, *, refills=True):
-    """The port of Envoy in front of two `backends`, of which it asks the HTTP ports alone."""
+def envoy(folder, backends, *, refills=True):
+    """As `nginx`, but of the two `backends` Envoy asks the HTTP ports alone."""
     (port,) = free_ports(1)
-    text = replaced(
-        (ROOT / "deploy/envoy/lenet-serve.yaml").read_text(),
-        {
-            "address: 0.0.0.0, port_value: 443": f"address: 127.0.0.1, port_value: {port}",
-            "port_value: 8000": f"port_value: {backends[0][0]}",
-            "port_value: 8010": f"port_value: {backends[1][0]}",
-            "/etc/envoy/tls/server.pem": certificates.certificate,
-            "/etc/envoy/tls/server.key": certificates.key,
-        },
-    )
-    if not refills:
-        text = replaced(text, {"fill_interval: 1s": "fill_interval: 3600s"})
-    (folder / "envoy.yaml").write_text(text)
-    command = ["envoy", "-c", str(folder / "envoy.yaml"), "--use-dynamic-base-id"]
-    with running([*command, "--log-level", "warning"], port, folder / "envoy.log"):
-        yield port
+    changes = {
+        "address: 0.0.0.0, port_value: 443": f"address: 127.0.0.1, port_value: {port}",
+        "port_value: 8000": f"port_value: {backends[0][0]}",
+        "port_value: 8010": f"port_value: {backends[1][0]}",
+        "/etc/envoy/tls": folder,
+    }
+    changes |= {} if refills else {"fill_interval: 1s": "fill_interval: 3600s"}
+    file = configured("envoy/lenet-serve.yaml", folder, changes)
+    command = ["envoy", "-c", file, "--use-dynamic-base-id", "--log-level", "warning"]
+    return running(command, port, folder)
 
 
 PROXIES = [
@@ -126,56 +124,29 @@ PROXIES = [
 ]
 
 
-@contextlib.contextmanager
-def running(command, port, log):
-    """Run a proxy until the block ends; inside it listens on `port`."""
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
-        end_s = time.monotonic() + PATIENCE_S
-        while True:
-            with (
-                contextlib.suppress(ConnectionRefusedError),
-                socket.create_connection(("127.0.0.1", port)),
-            ):
-                break
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end_s, log.read_text()
-            time.sleep(0.05)
-        yield
-    finally:
-        process.terminate()
-        process.wait()
-
-
 class Instances:
     """Two instances of the service, each on ports of its own and with the same keys."""
 
     def __init__(self, folder, keys):
         self.ports = tuple(zip(free_ports(2), free_ports(2), strict=True))
         self._folder, self._keys = folder, keys
-        self._running = {}
+        self.running = {}
 
     def start(self, index, weights, *arguments, root=PROGRAM):
         """Start the one of `index`, 0 or 1, with two workers, and wait until they are ready."""
         folder = self._folder / f"instance-{index}"
         folder.mkdir(exist_ok=True)
-        port, grpc_port = self.ports[index]
-        line = ("--port", str(port), "--grpc-port", str(grpc_port), "--workers", "2")
-        line += ("--device", "cpu", "--weights", str(weights), "--api-keys", ",".join(self._keys))
-        self._running[index] = Service([*line, *arguments], folder, root=root)
-        self._running[index].ready(2)
+        port, grpc_port = map(str, self.ports[index])
+        line = ("--port", port, "--grpc-port", grpc_port, "--workers", "2", "--device", "cpu")
+        line += ("--weights", str(weights), "--api-keys", ",".join(self._keys))
+        self.running[index] = Service([*line, *arguments], folder, root=root)
+        self.running[index].ready(2)
 
     def stop(self, index):
         """Stop one by SIGTERM, and wait until it has ended."""
-        service = self._running.pop(index)
+        service = self.running.pop(index)
         try:
             service.signal()
-            assert service.wait() == ExitCode.STOPPED
+            assert service.wait() == 0
         finally:
-            service.end()
-
-    def kill(self):
-        """Kill those that run."""
-        for service in self._running.values():
             service.end()

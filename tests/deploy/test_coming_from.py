@@ -27,17 +27,10 @@ def run(tmp_path_factory):
 
         def run_(*line):
             *program, text = line
-            text = text.replace(":8000", f":{service.port}").replace(
-                ":8001", f":{service.grpc_port}"
-            )
-            done = subprocess.run(
-                [*program, text],
-                cwd=PROJECT,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=PATIENCE_S,
-            )
+            for port, here in (("8000", service.port), ("8001", service.grpc_port)):
+                text = text.replace(f":{port}", f":{here}")
+            options = {"cwd": PROJECT, "capture_output": True, "text": True}
+            done = subprocess.run([*program, text], check=False, timeout=PATIENCE_S, **options)
             assert done.returncode == 0, done.stderr
             return done.stdout
 

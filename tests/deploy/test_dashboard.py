@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -15,11 +14,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests.deploy import live
 from tests.deploy.promql import labels_of
+from tests.service_process import PROJECT
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "deploy/grafana"
+FOLDER = PROJECT / "deploy/grafana"
 
-dashboard = json.loads((FOLDER / "dashboards/lenet-serve.json").read_text())
+dashboard = json.loads(live.DASHBOARD.read_text())
 panels = dashboard["panels"]
 drawn = [panel for panel in panels if panel["type"] not in ("row", "text")]
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -70,17 +69,14 @@ def test_panels_lie_beside_each_other_and_each_row_begins_with_help():
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = set()
     for panel in panels:
-        at = panel["gridPos"]
-        covered = set(
-            itertools.product(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"]))
-        )
+        x, y, wide, high = (panel["gridPos"][name] for name in "xywh")
+        covered = set(itertools.product(range(x, x + wide), range(y, y + high)))
         assert not cells & covered, panel["title"]
-        assert at["x"] + at["w"] <= 24
+        assert x + wide <= 24
         cells |= covered
     rows = [index for index, panel in enumerate(panels) if panel["type"] == "row"]
-    assert [panels[index]["title"] for index in rows] == [
-        *("Users", "Stages", "Batches", "GPU", "Process", "Models")
-    ]
+    titles = ["Users", "Stages", "Batches", "GPU", "Process", "Models"]
+    assert [panels[index]["title"] for index in rows] == titles
     for index in rows:
         assert len(panels[index + 1]["options"]["content"]) > 100
     assert all(panel["description"] for panel in drawn)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -16,7 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.service_process import PROJECT, Service
+from tests.deploy.proxies import free_ports
+from tests.service_process import PATIENCE_S, PROJECT, Service
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
@@ -58,7 +57,7 @@ async def over_v2():
     return [ready, found]
 
 async def over_grpc():
-    client = InferenceGRPCClient(grpc, timeout=PATIENCE_S)
+    client = InferenceGRPCClient(grpc, timeout=120)
     ready = await client.is_server_ready() and await client.is_model_ready(name)
     found = label(await client.infer(request()))
     await client.close()
@@ -69,62 +68,13 @@ print(json.dumps([asyncio.run(over()) for over in (over_v1, over_v2, over_grpc)]
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory):
-    """`ask(service)` returns what the SDK says over v1, v2 and gRPC: ready, and the label."""
-    python = os.environ.get("KSERVE_PYTHON")
-    if python is None:
-        if importlib.util.find_spec("kserve") is None:
-            pytest.skip("kserve is not installed: name a Python that has it in KSERVE_PYTHON")
-        python = sys.executable
-    folder = tmp_path_factory.mktemp("client")
-    (folder / "seven").write_bytes(SEVEN.tobytes())
-    plain = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
-
-    def ask_(service):
-        http, rpc = f"http://127.0.0.1:{service.port}", f"127.0.0.1:{service.grpc_port}"
-        line = [python, "-c", CLIENT, NAME, http, rpc, str(folder / "seven")]
-        done = subprocess.run(
-            line, env=plain, cwd=folder, capture_output=True, text=True, check=False, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return ask_
-
-
-@pytest.fixture
-def start_as_kserve(tmp_path):
-    """`start_as_kserve(models, one_port)` is the service with the runtime's arguments.
-
-    `models` is the folder that KServe mounts at /mnt/models.
-    """
-    (container,) = yaml.safe_load(RUNTIME.read_text())["spec"]["containers"]
-    services = []
-
-    def start(models, one_port):
-        http, rpc = free_ports(2)
-        for written, here in (
-            ("{{.Name}}", NAME),
-            ("/mnt/models", str(models)),
-            ("--port=8080", f"--port={http}"),
-            ("--grpc-port=9000", f"--grpc-port={http if one_port else rpc}"),
-        ):
-            assert any(written in argument for argument in container["args"])
-            container["args"] = [one.replace(written, here) for one in container["args"]]
-        services.append(Service(container["args"], tmp_path))
-        return services[-1].ready()
-
-    yield start
-    for service in services:
-        service.end()
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+def sdk():
+    """A Python that has KServe's SDK."""
+    if (python := os.environ.get("KSERVE_PYTHON")) is not None:
+        return python
+    if importlib.util.find_spec("kserve") is None:
+        pytest.skip("kserve is not installed: name a Python that has it in KSERVE_PYTHON")
+    return sys.executable
 
 
 @pytest.mark.process
@@ -132,20 +82,37 @@ def free_ports(count):
     ("stored", "one_port"),
     [("lenet/3.safetensors", False), ("model.safetensors", False), ("3.safetensors", True)],
 )
-def test_the_sdk_reads_a_seven_over_every_protocol(
-    start_as_kserve, ask, tmp_path, stored, one_port
-):
+def test_the_sdk_reads_a_seven_over_every_protocol(sdk, tmp_path, stored, one_port):
     path = tmp_path / "models" / stored
     path.parent.mkdir(parents=True)
     shutil.copy(FILE, path)
-    service = start_as_kserve(tmp_path / "models", one_port)
-    assert ask(service) == [[True, [7]]] * 3
-    annotations = yaml.safe_load(RUNTIME.read_text())["spec"]["annotations"]
-    assert annotations["prometheus.kserve.io/port"] == "8080"
-    status, text = service.get(annotations["prometheus.kserve.io/path"])
-    assert status == 200
-    answered = re.findall(
-        r'^lenet_requests_total{.*outcome="ok",protocol="(\w+)".*} (.*)$', text, re.M
-    )
-    assert answered == [("http", "2.0"), ("grpc", "1.0")]
-    assert "unknown" not in service.log
+    (tmp_path / "seven").write_bytes(SEVEN.tobytes())
+    spec = yaml.safe_load(RUNTIME.read_text())["spec"]
+    http, rpc = free_ports(2)
+    arguments = "\n".join(spec["containers"][0]["args"])
+    for written, here in (
+        ("{{.Name}}", NAME),
+        ("/mnt/models", str(tmp_path / "models")),
+        ("--port=8080", f"--port={http}"),
+        ("--grpc-port=9000", f"--grpc-port={http if one_port else rpc}"),
+    ):
+        assert written in arguments
+        arguments = arguments.replace(written, here)
+    service = Service(arguments.split("\n"), tmp_path)
+    try:
+        service.ready()
+        line = [sdk, "-c", CLIENT, NAME, f"http://127.0.0.1:{service.port}"]
+        line += [f"127.0.0.1:{service.grpc_port}", str(tmp_path / "seven")]
+        plain = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+        options = {"env": plain, "cwd": tmp_path, "capture_output": True, "text": True}
+        done = subprocess.run(line, check=False, timeout=PATIENCE_S, **options)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1]) == [[True, [7]]] * 3
+        assert spec["annotations"]["prometheus.kserve.io/port"] == "8080"
+        status, text = service.get(spec["annotations"]["prometheus.kserve.io/path"])
+        assert status == 200
+        series = r'^lenet_requests_total{.*outcome="ok",protocol="(\w+)".*} (.*)$'
+        assert re.findall(series, text, re.M) == [("http", "2.0"), ("grpc", "1.0")]
+        assert "unknown" not in service.log
+    finally:
+        service.end()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.deploy.promql import WrongQuery, labels_of
+from tests.service_process import PROJECT
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "deploy/prometheus"
+FOLDER = PROJECT / "deploy/prometheus"
 RULES = FOLDER / "rules/lenet-serve.yml"
 CASES = sorted((FOLDER / "tests").glob("*.yml"))
 
@@ -21,13 +20,10 @@ rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule 
 alerts = [rule for rule in rules if "alert" in rule]
 
 
-def recorded():
-    """Labels of each recording rule."""
-    found = {}
-    for rule in rules:
-        if "record" in rule:
-            found[rule["record"]] = labels_of(rule["expr"], found)
-    return found
+recorded = {}
+for rule in rules:
+    if "record" in rule:
+        recorded[rule["record"]] = labels_of(rule["expr"], recorded)
 
 
 @pytest.fixture
@@ -58,46 +54,36 @@ def test_each_alert_fires_and_stays_silent_in_the_cases_named_after_it(promtool)
     expected = {name for alert in alerts for name in (alert["alert"], f"not {alert['alert']}")}
     assert cases.keys() == expected
     for name, case in cases.items():
-        silent = name.startswith("not ")
         for query in case["promql_expr_test"]:
             assert query["expr"] == 'ALERTS{alertstate="firing"}'
-            fire = [
-                re.search('alertname="(.*?)"', one["labels"])[1] for one in query["exp_samples"]
-            ]
-            assert fire == ([] if silent else [name])
+            labels = "".join(one["labels"] for one in query["exp_samples"])
+            fire = [] if name.startswith("not ") else [name]
+            assert re.findall('alertname="(.*?)"', labels) == fire
     promtool("test", "rules", *CASES)
 
 
 @pytest.mark.parametrize("rule", rules, ids=lambda rule: rule.get("alert") or rule["record"])
 def test_a_rule_names_what_the_service_registers(rule):
-    labels = labels_of(rule["expr"], recorded())
+    labels = labels_of(rule["expr"], recorded)
     texts = " ".join(rule.get("annotations", {}).values())
     assert set(re.findall(r"\$labels\.(\w+)", texts)) <= labels
 
 
-@pytest.mark.parametrize(
-    ("query", "problem"),
-    [
+def test_a_query_that_can_never_answer_is_found():
+    for query, problem in (
         ("rate(lenet_request_total[5m])", "no such metric"),
         ('lenet_requests_total{code="500"}', "no label"),
-        ('lenet_requests_total{outcome="error"}', "never"),
         ('lenet_requests_total{outcome=~"ok|error"}', "never"),
         ("sum by (le, path) (rate(lenet_request_duration_seconds_bucket[5m]))", "no label"),
         ("histogram_quantile(0.9, sum by (job) (rate(lenet_batch_rows_bucket[5m])))", "no label"),
-        (
-            "sum by (job) (lenet_queue_rows) / sum by (model) (lenet_queue_limit_rows)",
-            "never match",
-        ),
         ("lenet_queue_rows > 1 and sum(lenet_contexts) > 0", "never match"),
-    ],
-)
-def test_a_query_that_can_never_answer_is_found(query, problem):
-    with pytest.raises(WrongQuery, match=problem):
-        labels_of(query)
+    ):
+        with pytest.raises(WrongQuery, match=problem):
+            labels_of(query)
 
 
 def test_each_alert_has_a_section_in_the_runbook():
-    text = (ROOT / "docs/reliability.md").read_text()
+    text = (PROJECT / "docs/reliability.md").read_text()
     headings = set(re.findall(r"^#+ (Lenet\w+)$", text, re.MULTILINE))
     assert headings == {alert["alert"] for alert in alerts}
     for alert in alerts:

@@ -1,4 +1,4 @@
-"""A rolling upgrade: two instances behind a proxy are replaced in turn while clients ask.
+"""Two instances behind nginx or Envoy with the configurations of deploy/.
 
 `UPGRADES=10` replaces both ten times. `LENET_TEST_OLD_ROOT` names a checkout of an older version,
 which takes turns with this one; without it only the weights differ.
@@ -7,7 +7,6 @@ which takes turns with this one; without it only the weights differ.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import ssl
@@ -16,12 +15,14 @@ from collections import Counter
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
-from benchmarks.grpc_stub import Stub
+from benchmarks.grpc_stub import Stub, health_stub
 from lenet.model import Model
+from service.api import health_pb2
 from service.forms import open_inference_pb2 as pb
-from tests.deploy.proxies import PROXIES, Certificates, Instances, nginx
+from tests.deploy.proxies import PROXIES, Instances, free_ports, issue, nginx
 from tests.service_process import PATIENCE_S, PROGRAM
 
 pytestmark = pytest.mark.process
@@ -44,109 +45,138 @@ AGAIN = {
 }
 """nginx keeps no call of gRPC that it sent to an instance whose last GOAWAY was on its way, which a
 busy machine delays; a client sends it again, as deploy/nginx says."""
+TENSOR = pb.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8", shape=(1, 28, 28))
+REQUEST = pb.ModelInferRequest(model_name="lenet", inputs=[TENSOR], raw_input_contents=[IMAGE])
 
 
 class Client:
-    """Asks for the same image until told to stop; notes answers by version, and what failed."""
+    """A client over HTTPS and gRPC of one port, with a key or without."""
 
-    def __init__(self, ask, stop):
-        self.answers = Counter()
-        self.failures = []
-        self._ask, self._stop = ask, stop
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        self.join = self._thread.join
+    def __init__(self, stack, port, folder, key=None, again=False):
+        headers = {"Content-Type": "application/octet-stream"}
+        headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._metadata = [("authorization", f"Bearer {key}")] * (key is not None)
+        trusted = ssl.create_default_context(cafile=folder / "ca.pem")
+        limits = {"verify": trusted, "timeout": PATIENCE_S, "headers": headers}
+        url = f"https://localhost:{port}"
+        self.http = stack.enter_context(httpx.Client(base_url=url, **limits))
+        credentials = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
+        options = [("grpc.service_config", json.dumps({"methodConfig": [AGAIN] * again}))]
+        channel = grpc.secure_channel(f"localhost:{port}", credentials, options)
+        self.channel = stack.enter_context(channel)
+        self._infer = Stub(channel).ModelInfer
 
-    def _run(self):
-        with contextlib.ExitStack() as opened:
-            while not self._stop.wait(PAUSE_S):
-                try:
-                    self.answers[self._ask(opened)] += 1
-                except (http.client.HTTPException, OSError, grpc.RpcError) as exc:
-                    self.failures.append(repr(exc))
+    def post(self, body=IMAGE, path="/predict", **headers):
+        return self.http.post(path, content=body, headers=headers)
 
+    def codes(self, count=1):
+        """The statuses of so many calls at once."""
+        options = {"timeout": PATIENCE_S, "metadata": self._metadata}
+        calls = [self._infer.future(REQUEST, **options) for _ in range(count)]
+        return {call.code().name for call in calls}
 
-def over_http(port, context, key, kept):
-    """A function that predicts on one connection, or on a new one each time."""
-    connection = http.client.HTTPSConnection("localhost", port, timeout=PATIENCE_S, context=context)
-    headers = {"Content-Type": "application/octet-stream", "Authorization": f"Bearer {key}"}
+    def version_over_http(self, **headers):
+        """The version that answers, and its answer."""
+        answer = self.post(**headers).raise_for_status()
+        return answer.headers["X-Model-Version"], answer.content
 
-    def ask(opened):
-        opened.callback(connection.close)
-        connection.request("POST", "/predict", IMAGE, headers)
-        answer = connection.getresponse()
-        body = answer.read()
-        if not kept:
-            connection.close()
-        if answer.status != 200:
-            raise http.client.HTTPException(f"{answer.status} {body[:200]}")
-        return answer.headers["X-Model-Version"], body
-
-    return ask
-
-
-def over_grpc(port, credentials, key, again):
-    """A function that predicts on one channel, and again where that is allowed."""
-    options = [("grpc.service_config", json.dumps({"methodConfig": [AGAIN] * again}))]
-    channel = grpc.secure_channel(f"localhost:{port}", credentials, options)
-    infer = Stub(channel).ModelInfer
-    request = pb.ModelInferRequest(
-        model_name="lenet",
-        inputs=[pb.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8")],
-        raw_input_contents=[IMAGE],
-    )
-    request.inputs[0].shape[:] = [1, 28, 28]
-    metadata = [("authorization", f"Bearer {key}")]
-
-    def ask(opened):
-        opened.callback(channel.close)
-        answer = infer(request, timeout=PATIENCE_S, metadata=metadata)
+    def version_over_grpc(self):
+        answer = self._infer(REQUEST, timeout=PATIENCE_S, metadata=self._metadata)
         return answer.model_version, b"".join(answer.raw_output_contents)
 
-    return ask
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, random_weights, tiny):
+    """A folder with certificates and two versions of weights."""
+    folder = tmp_path_factory.mktemp("upgrade")
+    issue(folder, "localhost")
+    for version in (1, 2):
+        path = folder / f"weights-{version}" / "lenet" / f"{version}.safetensors"
+        path.parent.mkdir(parents=True)
+        random_weights(Model("lenet", tiny.blocks), version).write(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(folder):
+    """`start(index)` replaces an instance, of version 1 by version 2 or back; both run already."""
+    versions = [2, 2]
+
+    def start_(index):
+        if index in instances.running:
+            instances.stop(index)
+        version = versions[index] = 3 - versions[index]
+        root = OLD_ROOT if version == 1 else PROGRAM
+        instances.start(index, folder / f"weights-{version}", "--grace-s", GRACE_S, root=root)
+
+    instances = start_.instances = Instances(folder, KEYS)
+    try:
+        for index in (0, 1):
+            start_(index)
+        yield start_
+    finally:
+        for service in instances.running.values():
+            service.end()
 
 
 @pytest.mark.parametrize("proxy", PROXIES)
-def test_no_request_is_lost_when_two_instances_behind_a_proxy_are_replaced(
-    proxy, tmp_path, random_weights, tiny
-):
-    for version in (1, 2):
-        (tmp_path / f"weights-{version}" / "lenet").mkdir(parents=True)
-        path = tmp_path / f"weights-{version}" / "lenet" / f"{version}.safetensors"
-        random_weights(Model("lenet", tiny.blocks), version).write(path)
+def test_a_proxy_lets_predictions_pass_and_limits_each_key(proxy, folder, start):
+    with contextlib.ExitStack() as stack:
+        ports = start.instances.ports
+        port = stack.enter_context(proxy(folder, ports, refills=False))
+        hasty, other, nobody = (Client(stack, port, folder, key) for key in (*KEYS[:2], None))
+        infer = "/v2/models/lenet/versions/1/infer"
+        assert other.post().status_code == 200
+        assert other.post(bytes(784 * 16_384)).status_code == 200
+        assert other.post(b"{}", "/v1/models/lenet:predict").status_code == 400
+        assert other.post(b"{}", infer).status_code == 400
+        assert nobody.post().status_code == 401
+        assert (other.codes(), nobody.codes()) == ({"OK"}, {"UNAUTHENTICATED"})
+        for path in ("/", "/docs", "/healthz", "/readyz", "/metrics", "/info", "/v2/models/lenet"):
+            assert other.http.get(path).status_code == 404, path
+        assert other.post(b"{}", "/v2/repository/index").status_code == 404
+        with pytest.raises(grpc.RpcError):
+            health_stub(other.channel).Check(health_pb2.HealthCheckRequest())
+        assert hasty.codes(500) == {"OK", "RESOURCE_EXHAUSTED"}
+        assert hasty.post().status_code == 429
+        assert other.codes(50) == {"OK"}
+    with contextlib.ExitStack() as stack:
+        nowhere = list(zip(free_ports(2), free_ports(2), strict=True))
+        client = Client(stack, stack.enter_context(proxy(folder, nowhere)), folder, KEYS[1])
+        assert client.post().status_code in (502, 503)
+        assert client.codes() == {"UNAVAILABLE"}
 
-    def start(index, version):
-        weights, root = tmp_path / f"weights-{version}", OLD_ROOT if version == 1 else PROGRAM
-        instances.start(index, weights, "--grace-s", GRACE_S, root=root)
 
-    instances, certificates = Instances(tmp_path, KEYS), Certificates(tmp_path)
-    context = ssl.create_default_context(cafile=certificates.authority)
-    credentials = grpc.ssl_channel_credentials(certificates.authority.read_bytes())
-    stop, clients = threading.Event(), []
-    with contextlib.ExitStack() as opened:
-        opened.callback(instances.kill)
-        for index in (0, 1):
-            start(index, version=1)
-        port = opened.enter_context(proxy(tmp_path, certificates, instances.ports))
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_no_request_is_lost_when_two_instances_behind_a_proxy_are_replaced(proxy, folder, start):
+    stop, answers, failures = threading.Event(), (Counter(), Counter()), []
+
+    def ask(kind, predict, options):
+        while not stop.wait(PAUSE_S):
+            try:
+                answers[kind][predict(**options)] += 1
+            except (httpx.HTTPError, grpc.RpcError) as exc:
+                failures.append(repr(exc))
+
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(proxy(folder, start.instances.ports))
+        threads = []
+        for number, key in enumerate(KEYS):
+            client, over_grpc = Client(stack, port, folder, key, again=proxy is nginx), number < 4
+            predict = client.version_over_grpc if over_grpc else client.version_over_http
+            options = {"Connection": "close"} if number >= 8 else {}  # on a new one each time
+            threads.append(threading.Thread(target=ask, args=(over_grpc, predict, options)))
+            threads[-1].start()
         try:
-            for number, key in enumerate(KEYS):
-                ask = (
-                    over_grpc(port, credentials, key, again=proxy is nginx)
-                    if number < 4
-                    else over_http(port, context, key, kept=number < 8)
-                )
-                clients.append(Client(ask, stop))
-            for upgrade in range(UPGRADES):
+            for _ in range(UPGRADES):
                 for index in (0, 1):
-                    instances.stop(index)
-                    start(index, version=2 - upgrade % 2)
+                    start(index)
         finally:
             stop.set()
-            for client in clients:
-                client.join()
-    assert [client.failures for client in clients] == [[]] * len(KEYS)
-    for kind in (clients[:4], clients[4:]):  # the answers over gRPC, and those over HTTP
-        answers = sum((client.answers for client in kind), Counter())
-        assert {version for version, _ in answers} == {"1", "2"}
-        assert len(answers) == 2, "a version has one answer to one image"
-        assert answers.total() > 100 * UPGRADES
+            for thread in threads:
+                thread.join()
+    assert failures == []
+    for kind in answers:  # over HTTP, and over gRPC
+        assert {version for version, _ in kind} == {"1", "2"}
+        assert len(kind) == 2, "a version has one answer to one image"
+        assert kind.total() > 100 * UPGRADES
