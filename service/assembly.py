@@ -30,11 +30,12 @@ from service.api.paths import POLICY, PROBES, image_routes
 from service.api.schemas import InfoResponse, LoadedModel
 from service.decode.pool import Decoders
 from service.direct import Predictions
+from service.engine.batcher import Batcher
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
 from service.engine.explainer import Explainer
 from service.engine.faults import Faults
-from service.engine.models import EngineConfig, Models, ServedModel
+from service.engine.models import EngineConfig, Models
 from service.engine.repository import Repository, unloaded
 from service.engine.versions import WeightsFolder
 from service.errors import GRPC_STATUS, STATUS
@@ -165,7 +166,8 @@ async def open_service(
         _log.info("start phases, in seconds: %s", took)
 
         repository = Repository(models, folder, alone=not shared)
-        await repository.apply_changes()
+        stack.push_async_callback(repository.close, settings.drain_timeout_s)
+        await repository.start()
         decoders = stack.enter_context(
             Decoders(metrics, _decoder_count(settings), _decoder_memory_bytes(settings))
         )
@@ -298,7 +300,7 @@ def _info(
     )
 
 
-def _loaded(model: ServedModel, placement: Placement) -> LoadedModel:
+def _loaded(model: Batcher, placement: Placement) -> LoadedModel:
     version = model.version
     training = version.weights.training
     return LoadedModel(

@@ -60,7 +60,7 @@ async def predict(
         raise invalid("images", "none", "at least one")
     if len(images) > max_images:
         raise TooLarge(f"images: got {len(images)}, expected at most {max_images}", field="images")
-    batcher = models.get(model, version).batcher
+    batcher = models.get(model, version)
     waiting = _Waiting(timeout_s)
     batcher.enqueue(waiting, images)
     try:

@@ -23,8 +23,9 @@ from lenet import nvtx
 from lenet.nvtx import span
 from lenet.pixels import Images
 from service.decode.pool import Decoders, Job
+from service.engine.batcher import Batcher
 from service.engine.deadlines import Deadlines
-from service.engine.models import Models, ServedModel
+from service.engine.models import Models
 from service.engine.queue import Work
 from service.errors import (
     BodyTimeout,
@@ -137,7 +138,7 @@ class Request(Work):
         self._job: Job | None = None
         self._writing: _Writing | None = None
         self._model = NO_MODEL
-        self._served: ServedModel | None = None
+        self._served: Batcher | None = None
         if not form.names_model:
             self._served = served = requests.models.find(wanted.model, wanted.version)
             if served is None:
@@ -270,10 +271,10 @@ class Request(Work):
         if not self.done:
             self._close(Cancelled.code)
 
-    def _find(self) -> ServedModel:
+    def _find(self) -> Batcher:
         """The model that the body names, or else the head. Raises: UnknownModel."""
         served, asked = self._served, self.asked
-        if served is None or asked is not NOTHING or served.batcher.closed:
+        if served is None or asked is not NOTHING or served.closed:
             wanted = self._wanted
             served = self._requests.models.get(
                 asked.model or wanted.model, asked.version or wanted.version
@@ -286,14 +287,14 @@ class Request(Work):
 
     def compute(self, images: Images) -> None:
         """Have `images` computed, and `answered` called. Raises: ServiceError."""
-        self._find().batcher.enqueue(self, images)
+        self._find().enqueue(self, images)
         self._model = self.version.key
 
     def withdraw(self) -> None:
         """Nobody waits for the answer any more: take the images out of the queue."""
         if self.waits:
             assert self._served is not None, "bug: queued nowhere"
-            self._served.batcher.cancel(self)
+            self._served.cancel(self)
 
     def write(self) -> Content:
         """The content of the answer."""

@@ -119,8 +119,7 @@ async def _serve(
         if service is None:  # the warm-up may have read older files
             reload_requested = True
             return
-        service.models.request_reload()
-        service.repository.request_changes()
+        service.repository.request_reload()
         if certificate is not None:
             _renew(certificate, service.metrics)
             if settings.http_server == "uvicorn":
@@ -259,7 +258,8 @@ async def _answer(
     for end in stop_all:
         end()
     await asyncio.gather(*serving)
-    await service.models.drain(max(0.0, deadline_s - loop.time()))
+    left_s = max(0.0, deadline_s - loop.time())
+    await asyncio.gather(service.repository.close(left_s), service.models.drain(left_s))
 
 
 def _uvicorn(app: ASGIApp, settings: Settings) -> tuple[uvicorn.Server, Callable[[], None]]:

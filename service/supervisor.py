@@ -32,6 +32,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from service import logs
+from service.engine import repository
 from service.engine.versions import WeightsFolder
 from service.errors import STARTUP_ERRORS, ExitCode, exit_code
 from service.observe import workers
@@ -253,6 +254,7 @@ class _Supervisor:
         assert worker.pid is not None, "bug: the worker was not started"
         if self._folder is not None:
             workers.fold(self._folder, worker.pid)
+            repository.forget(self._folder, worker.pid)
         if (watch := self._watches.pop(worker, None)) is not None:
             watch.close()
             self._sharing.remove(self._inboxes.pop(worker))

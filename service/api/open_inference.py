@@ -127,7 +127,7 @@ class OpenInference:
             RepositoryEntry(one.name, one.version, "READY", "")
             if one.loaded
             else RepositoryEntry(one.name, one.version, "UNAVAILABLE", "unloaded")
-            for one in await self._repository.index()
+            for one in await self.models.index()
             if one.loaded or not ready
         ]
 

@@ -61,9 +61,10 @@ class Batcher:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._clock = clock
-        self._version = version
+        self.version = version
+        """The version for new requests."""
         self._queue = queue
-        self._pool = pool
+        self.pool = pool
         self._metrics = metrics
         self._busy_poll = busy_poll
         self._deadlines = deadlines
@@ -80,14 +81,9 @@ class Batcher:
         self._lost = False
         self._idle: asyncio.Event | None = None
 
-    @property
-    def version(self) -> ModelVersion:
-        """The version for new requests."""
-        return self._version
-
     def load(self) -> Load:
         """Waiting rows and busy contexts."""
-        return self._queue.rows, self._pool.busy
+        return self._queue.rows, self.pool.busy
 
     def enqueue(self, request: Work, images: Images) -> None:
         """Classify `images`, uint8 (n, 28, 28), n >= 1, until the deadline of `request`.
@@ -102,7 +98,7 @@ class Batcher:
         """
         if self.closed:
             raise _device_lost() if self._lost else stopping()
-        self._queue.push(request, images, self._version, self._clock())
+        self._queue.push(request, images, self.version, self._clock())
         if nvtx.active:
             request.queue_range = nvtx.begin("queue")
         self._deadlines.add(request, self._expire)
@@ -129,18 +125,18 @@ class Batcher:
         Returns:
             What a context found wrong with `version`, which then is never served; None if nothing.
         """
-        for worker in self._pool.workers:
+        for worker in self.pool.workers:
             async with self._claimed(worker):
                 staged = worker.stage(version.weights)
                 error = await _outcome(staged)
             if error is not None:
                 return error
-        self._version = version
+        self.version = version
         if older := self._unanswered():
             self._older = older
             self._older_done = self._loop.create_future()
             await self._older_done
-        for worker in self._pool.workers:
+        for worker in self.pool.workers:
             async with self._claimed(worker):
                 replaced = worker.replace_weights(version.weights)
                 error = await _outcome(replaced)
@@ -179,7 +175,7 @@ class Batcher:
     @asynccontextmanager
     async def _claimed(self, worker: Worker) -> AsyncIterator[None]:
         try:
-            async with self._pool.claimed(worker):
+            async with self.pool.claimed(worker):
                 yield
         finally:
             self._schedule()  # rows may have waited for this context
@@ -209,7 +205,7 @@ class Batcher:
                 running = sum(cut.rows for cut in self._in_flight)
                 if running + self._queue.rows < self._overlap_rows:
                     return  # the end of one dispatches again
-            worker = self._pool.acquire()
+            worker = self.pool.acquire()
             if worker is None:
                 return  # the release of one schedules the next cut
             self._start(worker)
@@ -223,7 +219,7 @@ class Batcher:
             self._fail_late(request)
             self._metrics.rows_dropped(request.rows - request.cut_rows, "late")
         if not cut.segments:
-            self._pool.release(worker)
+            self.pool.release(worker)
             self._note_idle()
             return
         try:
@@ -237,7 +233,7 @@ class Batcher:
 
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
-        self._pool.release(worker)
+        self.pool.release(worker)
         if not self._overlap_rows or isinstance(outcome, Exception):
             self._schedule()
         now, result = self._clock(), None

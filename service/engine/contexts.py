@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from lenet.backend import BatchResult, Pending
 from lenet.context import ExecutionContext
@@ -207,9 +207,8 @@ Not by a clock: in a process that was stopped for a while every worker would be 
 class ContextPool:
     """Hands out `workers`, the least busy device first.
 
-    Use it as an async context manager: entering opens the workers, those of one device one after
-    another, leaving closes them. In between `on_lost` is called when one of them is at the same
-    work for longer than `hang_timeout_s`.
+    The workers of one device are opened one after another. Until `close`, `on_lost` is called when
+    one of them is at the same work for longer than `hang_timeout_s`.
     """
 
     def __init__(self, workers: Sequence[Worker], on_lost: OnLost, hang_timeout_s: float) -> None:
@@ -221,7 +220,8 @@ class ContextPool:
         self._stalls: dict[Worker, tuple[int, int]] = {}  # at which work, in how many checks
         self._timer: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> Self:
+    async def open(self) -> None:
+        """Open the workers; all are closed if one fails."""
         # Side by side: the warm-up of one device leaves the host time for others.
         opening = [asyncio.create_task(self._open(device)) for device in self._free]
         try:
@@ -230,14 +230,14 @@ class ContextPool:
             for task in opening:
                 task.cancel()
             await asyncio.gather(*opening, return_exceptions=True)
-            await self.__aexit__()
+            await self.close()
             raise
         for worker in self.workers:
             self._free[worker.device].append(worker)
         self._check()
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
+        """Close the workers; one that hangs is left behind."""
         if self._timer is not None:
             self._timer.cancel()
         # All at once: contexts of one device hang together, and each is waited for.
@@ -303,6 +303,10 @@ class ContextPool:
                 self._claims.pop(worker, None)
             else:  # also when the caller was cancelled just after it got the worker
                 self.release(worker)
+
+    def golden_error(self) -> float:
+        """Largest deviation of a context from the golden logits."""
+        return max(worker.context.golden_error for worker in self.workers)
 
     def start_s(self) -> tuple[float, float]:
         """Seconds that opening the contexts and warming them up took, on the slowest device."""

@@ -1,4 +1,4 @@
-"""The loaded models, each in one version or several: find, load, reload, unload and close them.
+"""The loaded models, each in one version or several: find, update, remove and close them.
 
 Called by HTTP and gRPC alike; knows no transport.
 """
@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from service.engine.devices import Placement
 from service.engine.faults import Faults, FaultyContext
 from service.engine.queue import BatchQueue
 from service.engine.versions import Listed, ModelVersion, WeightsFolder
-from service.errors import InvalidInput, Unavailable, UnknownModel, shown, stopping
+from service.errors import InvalidInput, UnknownModel, shown
 from service.observe.metrics import LossReason, Metrics
 
 _log = logging.getLogger(__name__)
@@ -49,25 +49,6 @@ class EngineConfig:
     drain_timeout_s: float
     faults: Faults | None = None
     """Injected by a test."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A version of a model, with its contexts and the batcher in front of them."""
-
-    batcher: Batcher
-    pool: ContextPool
-    closing: AsyncExitStack
-    """Closes the contexts."""
-
-    @property
-    def version(self) -> ModelVersion:
-        """The version that computes a request that comes now."""
-        return self.batcher.version
-
-    def golden_error(self) -> float:
-        """The largest of its contexts."""
-        return max(worker.context.golden_error for worker in self.pool.workers)
 
 
 class Models:
@@ -108,14 +89,10 @@ class Models:
         self._staging: Staging | None = None
         self._opening = threading.Lock()
         """Contexts of several devices are opened at the same time."""
-        self._served: dict[str, tuple[ServedModel, ...]] = {}
+        self._served: dict[str, tuple[Batcher, ...]] = {}
         """Loaded versions by model name, the highest version first."""
-        self._models: list[ServedModel] = []
+        self._models: list[Batcher] = []
         """All that have contexts, those that are being unloaded among them."""
-        self._reload_requested = self._closed = False
-        self._changing = asyncio.Lock()
-        self._reloading: asyncio.Task[None] | None = None
-        self._changes: set[asyncio.Task[None]] = set()
 
     @property
     def default(self) -> str:
@@ -123,30 +100,34 @@ class Models:
         return self._default
 
     @property
-    def served(self) -> tuple[ServedModel, ...]:
+    def served(self) -> tuple[Batcher, ...]:
         """All loaded versions: the default model first, then the highest version first."""
         models = sorted(self._served.items(), key=lambda item: item[0] != self._default)
         return tuple(one for _, versions in models for one in versions)
 
     @property
+    def loaded(self) -> tuple[str, ...]:
+        """The names of the loaded models."""
+        return tuple(self._served)
+
+    @property
     def names(self) -> set[str]:
         """The names by which requests find models, the alias among them."""
-        loaded = {one.version.name for one in self.served}
-        return loaded | (self._default_names - {""} if self._default in loaded else set())
+        alias = self._default_names - {""} if self._default in self._served else set[str]()
+        return alias.union(self._served)
 
-    def _resolved(self, name: str) -> str:
-        return self._default if name in self._default_names else name
-
-    def find(self, name: str = "", version: str = "") -> ServedModel | None:
+    def find(self, name: str = "", version: str = "") -> Batcher | None:
         """Like `get`, but None if it is not loaded."""
-        versions = self._served.get(self._resolved(name), ())
+        if name in self._default_names:
+            name = self._default
+        versions = self._served.get(name, ())
         if not version:
             if len(versions) > 1:  # one may have been replaced a moment ago
                 return max(versions, key=lambda one: int(one.version.version))
             return versions[0] if versions else None
         return next((one for one in versions if one.version.version == version), None)
 
-    def get(self, name: str = "", version: str = "") -> ServedModel:
+    def get(self, name: str = "", version: str = "") -> Batcher:
         """The model called `name` in `version`, the highest one for "".
 
         The default model for "" and for the alias.
@@ -157,9 +138,9 @@ class Models:
         model = self.find(name, version)
         if model is not None:
             return model
-        versions = self._served.get(self._resolved(name))
+        versions = self._served.get(self._default if name in self._default_names else name)
         if versions is None:
-            raise self._not_loaded(name or self._default)
+            raise self.not_loaded(name or self._default)
         loaded = ", ".join(repr(one.version.version) for one in versions)
         expected = loaded if len(versions) == 1 else f"one of {loaded}"
         found = versions[0].version.name
@@ -172,7 +153,8 @@ class Models:
             field="version",
         )
 
-    def _not_loaded(self, name: str) -> UnknownModel:
+    def not_loaded(self, name: str) -> UnknownModel:
+        """The error of a request to a model that is not loaded."""
         loaded = (
             ", ".join([*self._served, *sorted(self.names - self._served.keys())])
             or "none: no model is"
@@ -180,7 +162,7 @@ class Models:
         message = f"model {shown(name)} is not loaded, expected one of {loaded}"
         return UnknownModel(message, field="model")
 
-    def select(self, name: str = "", version: str = "") -> tuple[ServedModel, ...]:
+    def select(self, name: str = "", version: str = "") -> tuple[Batcher, ...]:
         """A version of a model, all of them for "", the highest first. Raises: UnknownModel."""
         found = self.get(name, version)
         return (found,) if version else self._served[found.version.name]
@@ -189,43 +171,6 @@ class Models:
         """Seconds that opening the devices and warming up took, of all models."""
         times = [model.pool.start_s() for model in self.served]
         return sum(opening_s for opening_s, _ in times), sum(warm_up_s for _, warm_up_s in times)
-
-    def request_reload(self) -> None:
-        """Reload soon; during a reload once more after it, which may have read older files."""
-        self._reload_requested = True
-        self._start_reload()
-
-    async def reload(self) -> None:
-        """Serve of each model what its files are now, as far as they differ and are valid."""
-        counts: dict[str, int] = dict.fromkeys(("replaced", "unchanged", "refused"), 0)
-        async with self._changing:
-            for name in tuple(self._served):
-                outcome, _ = await self._update(name)
-                counts[outcome] += 1
-        _log.info("reload: %s", ", ".join(f"{count} {name}" for name, count in counts.items()))
-
-    async def load(self, name: str) -> None:
-        """Serve the model `name` as its files are now, whether or not it is served already.
-
-        It is done to its end also if the caller is cancelled.
-
-        Raises:
-            UnknownModel: it has no files.
-            InvalidInput: a file is missing or must not be served; what was served still is.
-            Unavailable: the device or the machine has no room for it; the service stops.
-        """
-        await self._change(partial(self._load, name))
-
-    async def unload(self, name: str) -> None:
-        """Close the model `name`: new requests find it unknown, those that came are finished.
-
-        It is done to its end also if the caller is cancelled.
-
-        Raises:
-            UnknownModel: it is not loaded.
-            Unavailable: the service stops.
-        """
-        await self._change(partial(self._unload, name))
 
     async def index(self) -> tuple[Listed, ...]:
         """Every version of a model that is in the folder or loaded.
@@ -242,16 +187,8 @@ class Models:
         return tuple(Listed(*key, key in loaded) for key in keys)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, finish the waiting ones, fail what is left after `timeout_s`.
-
-        A reload is given up half-way, which no request notices.
-        """
-        self._closed = True
-        changes = {*self._changes, *({self._reloading} if self._reloading else ())}
-        for change in changes:
-            change.cancel()
-        ends = [asyncio.wait(changes, timeout=timeout_s)] if changes else []
-        await asyncio.gather(*ends, *(model.batcher.drain(timeout_s) for model in self._models))
+        """Refuse new requests, finish the waiting ones, fail what is left after `timeout_s`."""
+        await asyncio.gather(*(model.drain(timeout_s) for model in self._models))
 
     def room(self, size_bytes: int) -> memoryview | None:
         """Memory for so many bytes of pixels, from which a batch is computed without a copy.
@@ -279,7 +216,7 @@ class Models:
     async def _close(self) -> None:
         async with AsyncExitStack() as stack:
             for model in self._models:
-                stack.push_async_callback(model.closing.aclose)
+                stack.push_async_callback(model.pool.close)
 
     async def _add(self, version: ModelVersion) -> None:
         """Load a version beside those that are served. Raises: OutOfDeviceMemory, DeviceError."""
@@ -295,12 +232,11 @@ class Models:
             for number in range(placement.contexts)
         ]
         pool = ContextPool(workers, self._on_device_lost, config.hang_timeout_s)
-        closing = AsyncExitStack()
         try:
-            await closing.enter_async_context(pool)
+            await pool.open()
         except OutOfDeviceMemory as exc:
             raise OutOfDeviceMemory(_does_not_fit(version.weights.model, placement, exc)) from exc
-        batcher = Batcher(
+        served = Batcher(
             BatchQueue(placement.max_batch_rows, config.max_queue_rows, config.max_wait_s),
             pool,
             self._metrics,
@@ -311,8 +247,7 @@ class Models:
             placement.overlap_rows,
         )
         if self.lost.is_set():
-            batcher.fail_all()
-        served = ServedModel(batcher, pool, closing)
+            served.fail_all()
         self._models.append(served)
         self._show(served)
         _log.info(
@@ -323,34 +258,28 @@ class Models:
             version.sha256[:12],
             len(workers),
             placement.name,
-            served.golden_error(),
+            served.pool.golden_error(),
         )
         self._order(version.name, (*self._served.get(version.name, ()), served))
 
-    def _order(self, name: str, versions: Iterable[ServedModel]) -> None:
+    def _order(self, name: str, versions: Iterable[Batcher]) -> None:
         """Serve these versions of a model from now on."""
         self._served[name] = tuple(sorted(versions, key=lambda one: -int(one.version.version)))
 
-    async def _remove(self, served: ServedModel) -> None:
-        """Unload a version: no request finds it any more, and those that did are finished."""
-        version = served.version
-        rest = tuple(one for one in self._served[version.name] if one is not served)
-        if rest:
-            self._order(version.name, rest)
-        else:
-            del self._served[version.name]
-        await self._close_one(served)
+    async def remove(self, name: str) -> None:
+        """Close a model, if it is loaded: no request finds it, and those that did are finished."""
+        await asyncio.gather(*map(self._close_one, self._served.pop(name, ())))
 
-    async def _close_one(self, served: ServedModel) -> None:
+    async def _close_one(self, served: Batcher) -> None:
         """Finish the requests to a version that none finds any more, and close it."""
         version = served.version
-        await served.batcher.drain(self._config.drain_timeout_s)
-        await served.closing.aclose()
+        await served.drain(self._config.drain_timeout_s)
+        await served.pool.close()
         self._models.remove(served)
         self._metrics.model_unloaded(version.key)
         _log.info("model %s version %s unloaded", version.name, version.version)
 
-    def _show(self, served: ServedModel) -> None:
+    def _show(self, served: Batcher) -> None:
         """Publish the version's gauges."""
         contexts = [worker.context for worker in served.pool.workers]
         self._metrics.model_loaded(
@@ -358,11 +287,11 @@ class Models:
             served.version.sha256,
             contexts=len(contexts),
             queue_limit_rows=self._config.max_queue_rows,
-            golden_error=served.golden_error(),
+            golden_error=served.pool.golden_error(),
             golden_tolerance=contexts[0].tolerance,
             device_bytes=sum(context.device_bytes for context in contexts),
             workspace_bytes=sum(context.workspace_bytes for context in contexts),
-            load=served.batcher.load,
+            load=served.load,
         )
 
     def _open(self, target: Target, weights: WeightFile) -> ExecutionContext:
@@ -381,65 +310,10 @@ class Models:
         _log.error("the device is lost, this process ends: %s", story)
         self.lost.set()
         for model in self._models:
-            model.batcher.fail_all()
+            model.fail_all()
         self._metrics.device_lost(reason)
 
-    def _start_reload(self) -> None:
-        if self._reload_requested and self._reloading is None and not self._closed:
-            self._reload_requested = False
-            self._reloading = asyncio.create_task(self.reload())
-            self._reloading.add_done_callback(self._end_reload)
-
-    def _end_reload(self, _: asyncio.Task[None]) -> None:
-        self._reloading = None
-        self._start_reload()
-
-    async def _change(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do `work` after other changes, to its end or to the stop's beginning."""
-
-        async def change() -> None:
-            async with self._changing:
-                await work()
-
-        if self._closed:
-            raise stopping()
-        task = asyncio.create_task(change())
-        self._changes.add(task)
-        task.add_done_callback(self._end_change)
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not task.cancelled():
-                raise  # the caller is
-            raise stopping() from None
-
-    def _end_change(self, task: asyncio.Task[None]) -> None:
-        self._changes.discard(task)
-        if not task.cancelled():
-            task.exception()  # the caller has it, or has left
-
-    async def _load(self, name: str) -> None:
-        names = {listed.name for listed in await self.index()}
-        if name not in names:
-            raise UnknownModel(
-                f"no model {shown(name)} in the weights folder, expected one of "
-                f"{', '.join(sorted(names))}",
-                field="model",
-            )
-        _, error = await self._update(name)
-        if isinstance(error, LeNetError | OSError):
-            ours = isinstance(error, DeviceError | OSError)
-            kind = Unavailable if ours else InvalidInput
-            raise kind(f"model: {shown(name)} was not loaded: {error}", field="model")
-        if error is not None:
-            raise error
-
-    async def _unload(self, name: str) -> None:
-        if name not in self._served:
-            raise self._not_loaded(name)
-        await asyncio.gather(*map(self._close_one, self._served.pop(name)))
-
-    async def _update(self, name: str) -> tuple[str, Exception | None]:
+    async def update(self, name: str) -> tuple[str, Exception | None]:
         """Serve of a model what its files are now: replaced, unchanged or refused, and why.
 
         A version that is gone is replaced in place by one that is new, if there is one. The first
@@ -462,7 +336,8 @@ class Models:
                 await self._add(version)
                 outcome = "replaced"
             for served in gone[len(new) :]:
-                await self._remove(served)
+                self._order(name, (one for one in self._served[name] if one is not served))
+                await self._close_one(served)
                 outcome = "replaced"
         except Exception as exc:  # noqa: BLE001 - one model's change: the others follow
             served_now = self._served.get(name, ())
@@ -484,10 +359,10 @@ class Models:
         self._metrics.reloaded(name, "ok")
         return outcome, None
 
-    async def _replace(self, served: ServedModel, new: ModelVersion) -> None:
+    async def _replace(self, served: Batcher, new: ModelVersion) -> None:
         """Compute with `new` on the contexts of `served`. Raises: what a context finds wrong."""
         old = served.version
-        if (error := await served.batcher.replace(new)) is not None:
+        if (error := await served.replace(new)) is not None:
             raise error
         if old.key != new.key:
             self._metrics.model_unloaded(old.key)
@@ -499,7 +374,7 @@ class Models:
             new.version,
             new.sha256[:12],
             old.version,
-            served.golden_error(),
+            served.pool.golden_error(),
         )
 
 

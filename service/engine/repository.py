@@ -1,45 +1,62 @@
-"""Loading and unloading of models by request, in every worker.
+"""Which models the workers serve: a request to load or unload one is a wish that all follow.
 
-A worker that got such a request makes the change, adds it to a file in the folder that the workers
-share, and has the supervisor pass SIGHUP on. Every worker then applies the changes in that file,
-and writes its progress into a file of its own: the number of the last change that it applied, and
-those that it refused. The request is answered when all have. A worker that replaces another applies
-the changes before it is ready.
+The worker that gets such a request writes the wish into a file of the folder that the workers
+share, one for each model, and has the supervisor pass SIGHUP on. Every worker then reloads: it
+reads the wishes that are new to it and the weights folder, and reports in a file of its own which
+wishes it followed, and why not. The request is answered when all have. A worker that replaces
+another follows the wishes before it is ready.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Iterator
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import orjson
 
-from service.engine.models import Models
-from service.engine.versions import Listed
-from service.errors import InvalidInput, ServiceError, Unavailable, UnknownModel
+from lenet.errors import DeviceError, LeNetError
+from service.errors import InvalidInput, Unavailable, UnknownModel, shown, stopping
+
+if TYPE_CHECKING:
+    from service.engine.models import Models
 
 _log = logging.getLogger(__name__)
 
-_CHANGES_FILE = "repository.json"
-_PROGRESS = "repository-"
-"""Followed by the process id of a worker, whose supervisor removes its files when it has ended."""
-_APPLY_S = 60.0
-"""Timeout for the other workers: on a GPU a model takes some seconds to load."""
-_POLL_S = 0.05
+_WISHES = "wishes"
+"""Folder of the wishes, each in a file that is called as its model."""
+_REPORT = "repository-"
+"""Followed by the process id of a worker, see `forget`."""
+_FOLLOW_S = 60.0
+"""Timeout of a request: on a GPU a model takes some seconds to load."""
+_POLL_S = 0.02
 
-_Changes: TypeAlias = dict[str, tuple[int, bool]]
-"""For each model, the number of its latest change, counted from 1, and whether it loads."""
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The latest request to load or unload a model, in nanoseconds of the monotonic clock."""
+
+    number: int
+    load: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Outcome of a wish in a worker: code and message of an error, "" without one."""
+
+    number: int
+    code: str = ""
+    message: str = ""
 
 
 class Repository:
-    """The models of this worker and of those that share `folder` with it.
+    """Loads, unloads and reloads `models` here and in the workers that share `folder`.
 
     `alone`: there is no supervisor, and so no other worker, now or later.
     """
@@ -47,182 +64,184 @@ class Repository:
     def __init__(self, models: Models, folder: Path | None = None, *, alone: bool = True) -> None:
         self._models, self._folder, self._alone = models, folder, alone
         self._supervisor = os.getppid()
-        self._applied, self._reported = 0, -1
-        self._refused: dict[int, tuple[str, str]] = {}
-        """Code and message of the error, by number of the change."""
-        self._applying = asyncio.Lock()  # while the models here do not agree with `_applied`
-        self._unpublished: set[str] = set()
-        """Models that were changed here alone, as the file could not be written."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._wishes: dict[str, Wish] = {}
+        """Without a folder."""
+        self._followed: dict[str, Followed] = {}
+        self._requested = self._closed = False
+        self._reloading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Follow the wishes of requests to earlier workers."""
+        if self._read_wishes():
+            await self.reload()
+        else:
+            self._report()
+
+    async def close(self, timeout_s: float) -> None:
+        """Give up a reload half-way, which no request notices, and wait for its end."""
+        self._closed = True
+        if (reloading := self._reloading) is not None:
+            reloading.cancel()
+            await asyncio.wait([reloading], timeout=timeout_s)
 
     async def load(self, name: str) -> None:
-        """Load the model in every worker, see `Models.load`.
+        """Have every worker serve the model `name` as its files are now.
+
+        It is done also if the caller is cancelled.
 
         Raises:
-            UnknownModel, InvalidInput, Unavailable: `Models.load` failed in any worker.
-            Unavailable: other workers cannot be reached, or take too long.
+            UnknownModel: it has no files.
+            InvalidInput: a file is missing or must not be served; what was served still is.
+            Unavailable: a worker has no room for it, is late, or the workers cannot be reached.
         """
-        await self._uncancelled(self._change(name, load=True))
+        names = sorted({one.name for one in await self._models.index()})
+        if name not in names:
+            message = f"no model {shown(name)} in the weights folder, expected one of "
+            raise UnknownModel(message + ", ".join(names), field="model")
+        await self._wish(name, load=True)
 
     async def unload(self, name: str) -> None:
-        """Unload the model in every worker. Raises: UnknownModel, Unavailable."""
-        await self._uncancelled(self._change(name, load=False))
+        """Close the model `name` in every worker; requests that came before are finished.
 
-    async def index(self) -> tuple[Listed, ...]:
-        """The model index of this worker, see `Models.index`."""
-        return await self._models.index()
+        Raises:
+            UnknownModel: it is not loaded.
+            Unavailable: a worker is late, or the workers cannot be reached.
+        """
+        if name not in self._models.loaded:
+            raise self._models.not_loaded(name)
+        await self._wish(name, load=False)
 
-    def request_changes(self) -> None:
-        """Apply the changes of other workers soon."""
-        self._start(self.apply_changes())
+    def request_reload(self) -> None:
+        """Reload soon; during a reload once more after it, which may have read older files."""
+        self._requested = True
+        if self._reloading is None and not self._closed:
+            self._reloading = asyncio.create_task(self._reload_while_requested())
 
-    async def apply_changes(self) -> None:
-        """Load and unload here what requests to any worker named since the last time."""
-        if self._folder is None:
-            return
-        async with self._applying:
-            try:
-                changes = _read(self._folder)
-                for name, (number, load) in sorted(changes.items(), key=lambda item: item[1]):
-                    if number > self._applied:
-                        await self._apply(name, number, load)
-                self._applied = max([self._applied, *(number for number, _ in changes.values())])
-                self._report(self._folder, changes)
-            except (OSError, ValueError) as exc:
-                _log.warning("models: changes of other workers are not followed (%s)", exc)
+    async def reload(self) -> None:
+        """Follow the wishes; serve of each loaded model what its files are now, if it is valid.
 
-    async def _apply(self, name: str, number: int, load: bool) -> None:
+        A wish is tried once, later reloads are those of what is loaded.
+        """
+        counts: dict[str, int] = dict.fromkeys(("replaced", "unchanged", "refused"), 0)
+        new = {
+            name: wish
+            for name, wish in sorted(self._read_wishes().items(), key=lambda item: item[1].number)
+            if wish.number > self._followed.get(name, Followed(0)).number
+        }
+        for name, wish in new.items():
+            if not wish.load:
+                await self._models.remove(name)
+        loads = (name for name, wish in new.items() if wish.load)
+        outcomes = {name: Followed(wish.number) for name, wish in new.items()}
+        for name in dict.fromkeys((*self._models.loaded, *loads)):
+            outcome, error = await self._models.update(name)
+            counts[outcome] += 1
+            if error is not None and name in new:
+                ours = not isinstance(error, LeNetError) or isinstance(error, DeviceError)
+                code = Unavailable.code if ours else InvalidInput.code
+                message = f"model: {shown(name)} was not loaded: {error}"
+                outcomes[name] = Followed(new[name].number, code, message)
+        self._followed |= outcomes
+        self._report()
+        _log.info("reload: %s", ", ".join(f"{count} {name}" for name, count in counts.items()))
+
+    async def _reload_while_requested(self) -> None:
         try:
-            await (self._models.load(name) if load else self._models.unload(name))
-        except UnknownModel as exc:
-            if load:  # else it is unloaded already
-                self._refused[number] = exc.code, exc.message
-        except ServiceError as exc:  # which is logged
-            self._refused[number] = exc.code, exc.message
-        except Exception as exc:  # noqa: BLE001 - whatever one model does, the worker serves on
-            self._refused[number] = ServiceError.code, f"{exc!r}; see the server log"
+            while self._requested:
+                self._requested = False
+                await self.reload()
+        finally:
+            self._reloading = None
 
-    def _report(self, folder: Path, changes: _Changes) -> None:
-        """Write the progress, if there is any: a SIGHUP may come while the disk is full."""
-        if self._applied > self._reported:
-            latest = {number for number, _ in changes.values()}
-            refused = {number: why for number, why in self._refused.items() if number in latest}
-            self._refused = refused
-            progress = {"applied": self._applied, "refused": list(refused.items())}
-            _write(folder / f"{_PROGRESS}{os.getpid()}", progress)
-            self._reported = self._applied
-
-    async def _change(self, name: str, *, load: bool) -> None:
+    async def _wish(self, name: str, *, load: bool) -> None:
         if self._folder is None and not self._alone:
             raise Unavailable("model: the workers share no folder, so that not all can be reached")
-        async with self._applying:  # so that the changes here are made in the order of the file
-            try:
-                await (self._models.load(name) if load else self._models.unload(name))
-            except UnknownModel:
-                if name not in self._unpublished:
-                    raise
+        wish = Wish(time.monotonic_ns(), load)
+        try:
             if self._folder is None:
-                return
-            number = self._publish(self._folder, name, load)
-        await self._wait_for_others(self._folder, number)
-
-    def _publish(self, folder: Path, name: str, load: bool) -> int:
-        """Add a change that this worker made to the file; its number."""
-        try:
-            with _locked(folder):
-                changes = _read(folder)
-                number = 1 + max([self._applied, *(number for number, _ in changes.values())])
-                changes[name] = number, load
-                _write(folder / _CHANGES_FILE, changes)
-            self._unpublished.discard(name)
-            if self._applied == number - 1:  # nothing of others is in between
-                self._applied = number
-                self._report(folder, changes)
-        except (OSError, ValueError) as exc:
-            self._unpublished.add(name)
-            raise _unreached(exc) from None
-        return number
-
-    async def _wait_for_others(self, folder: Path, number: int) -> None:
-        try:
-            os.kill(self._supervisor, signal.SIGHUP)  # which passes it on
-            async with asyncio.timeout(_APPLY_S):
-                # Other processes cannot set an event.
-                while any(one["applied"] < number for one in _progress(folder)):  # noqa: ASYNC110
-                    await asyncio.sleep(_POLL_S)
+                self._wishes[name] = wish
+                self.request_reload()
+            else:
+                wishes = self._folder / _WISHES
+                wishes.mkdir(exist_ok=True)
+                _replace(wishes / name, self._folder, wish)
+                os.kill(self._supervisor, signal.SIGHUP)  # which passes it on to this worker, too
+            async with asyncio.timeout(_FOLLOW_S):
+                while any(one.number < wish.number for one in self._outcomes(name)):
+                    if self._closed:
+                        raise stopping()
+                    await asyncio.sleep(_POLL_S)  # other processes cannot set an event
+            outcomes = self._outcomes(name)
         except TimeoutError:
             raise Unavailable(
-                f"model: not all workers have done it within {_APPLY_S:g} s; ask again",
+                f"model: not all workers have done it within {_FOLLOW_S:g} s; ask again",
                 retry_after_s=1,
             ) from None
         except (OSError, ValueError) as exc:
-            raise _unreached(exc) from None
-        for one in _progress(folder):
-            for refused, (code, message) in one["refused"]:
-                if refused == number:
-                    kind = InvalidInput if code == InvalidInput.code else Unavailable
-                    raise kind(f"another worker refused it: {message}", field="model")
+            _log.error("models: the workers could not be reached: %s", exc)
+            raise Unavailable(
+                "model: the workers could not be reached; see the server log and ask again"
+            ) from None
+        for place, outcome in enumerate(outcomes):
+            if outcome.code and outcome.number == wish.number:
+                where = "another worker refused it: " if place else ""
+                kind = InvalidInput if outcome.code == InvalidInput.code else Unavailable
+                raise kind(f"{where}{outcome.message}", field="model")
 
-    async def _uncancelled(self, work: Awaitable[None]) -> None:
-        """Do `work` to its end, also if the caller is cancelled because its client has left."""
-        await asyncio.shield(self._start(work))
+    def _outcomes(self, name: str) -> list[Followed]:
+        """What became of the latest wish that each worker followed, this one's first.
 
-    def _start(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        async def done() -> None:
-            await work
+        Raises: OSError, ValueError.
+        """
+        found = [self._followed.get(name, Followed(0))]
+        for path in self._folder.glob(f"{_REPORT}[0-9]*") if self._folder else ():
+            with contextlib.suppress(FileNotFoundError):  # its worker has ended
+                report = orjson.loads(path.read_bytes())
+                found.append(Followed(**report.get(name, {"number": 0})))
+        return found
 
-        task = asyncio.create_task(done())
-        self._tasks.add(task)
-        task.add_done_callback(self._end)
-        return task
+    def _read_wishes(self) -> dict[str, Wish]:
+        if self._folder is None:
+            return self._wishes
+        try:
+            return _read(self._folder)
+        except (OSError, ValueError, TypeError) as exc:
+            _log.warning("models: what requests loaded and unloaded is not followed (%s)", exc)
+            return {}
 
-    def _end(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # the caller has it, or has left
-
-
-def _unreached(cause: Exception) -> Unavailable:
-    _log.error("models: the other workers could not be reached: %s", cause)
-    return Unavailable(
-        "model: changed in this worker only, the other workers could not be reached; see the "
-        "server log and ask again"
-    )
+    def _report(self) -> None:
+        if self._folder is not None:
+            try:
+                _replace(self._folder / f"{_REPORT}{os.getpid()}", self._folder, self._followed)
+            except OSError as exc:
+                _log.warning("models: requests cannot see what this worker loads (%s)", exc)
 
 
 def unloaded(folder: Path | None) -> frozenset[str]:
-    """The models that requests unloaded; `apply_changes` reports a file that cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
+    """The models that requests unloaded; `Repository` reports a file that cannot be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
         if folder is not None:
-            return frozenset(name for name, (_, load) in _read(folder).items() if not load)
+            return frozenset(name for name, wish in _read(folder).items() if not wish.load)
     return frozenset()
 
 
-def _progress(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read the progress file of each worker. Raises: OSError, ValueError."""
-    for path in folder.glob(f"{_PROGRESS}[0-9]*"):
-        with contextlib.suppress(FileNotFoundError):  # its worker has ended
-            yield orjson.loads(path.read_bytes())
+def forget(folder: Path, pid: int) -> None:
+    """Worker `pid` has ended: no request waits for it any more."""
+    with contextlib.suppress(OSError):
+        (folder / f"{_REPORT}{pid}").unlink()
 
 
-def _read(folder: Path) -> _Changes:
-    """Raises: OSError, ValueError."""
-    try:
-        found = orjson.loads((folder / _CHANGES_FILE).read_bytes())
-    except FileNotFoundError:
-        return {}
-    return {name: (int(number), bool(load)) for name, (number, load) in found.items()}
+def _read(folder: Path) -> dict[str, Wish]:
+    """Raises: OSError, ValueError, TypeError."""
+    wishes = {}
+    with contextlib.suppress(FileNotFoundError):  # no request came
+        for path in (folder / _WISHES).iterdir():
+            wishes[path.name] = Wish(**orjson.loads(path.read_bytes()))
+    return wishes
 
 
-def _write(path: Path, content: object) -> None:
-    """Replace a file as a whole, for those who read it meanwhile."""
-    new = path.with_name(f"new-{path.name}-{os.getpid()}")
+def _replace(path: Path, folder: Path, content: object) -> None:
+    """Replace a file as a whole, for those who read it meanwhile; `folder` is on its disk."""
+    new = folder / f"new-{os.getpid()}"
     new.write_bytes(orjson.dumps(content))
     new.replace(path)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / f"{_CHANGES_FILE}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # held by others for the time of a small file
-        yield

@@ -87,7 +87,6 @@ def fold(folder: Path, pid: int) -> None:
     be read is removed, which loses its counts.
     """
     try:
-        (folder / f"repository-{pid}").unlink(missing_ok=True)
         for path in folder.glob(f"{pid}-*{_NEW}"):  # it was killed while it wrote
             path.unlink(missing_ok=True)
         live = list(folder.glob(f"{pid}-*{_LIVE}"))

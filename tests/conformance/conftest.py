@@ -128,7 +128,7 @@ class Opened:
     @property
     def waiting(self):
         """How many images are in the queue."""
-        return sum(model.batcher.load()[0] for model in self.service.models.served)
+        return sum(model.load()[0] for model in self.service.models.served)
 
     async def samples(self):
         text = (await self.service.metrics.exposition()).decode()

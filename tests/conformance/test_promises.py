@@ -11,7 +11,7 @@ import pytest
 from lenet.model import Model
 from lenet.reference import logits, softmax
 from service.engine.batcher import Batcher
-from service.engine.repository import Repository
+from service.engine.models import Models
 from service.observe.metrics import Metrics
 from service.request import Request
 from tests.conformance.conftest import images
@@ -325,7 +325,7 @@ async def test_each_answer_is_of_one_version_when_the_weights_change_amid_its_ba
         clients = []
         await begin(asked[0])
         write("tiny/4", seed=1)
-        reloading = asyncio.create_task(service.service.models.reload())
+        reloading = asyncio.create_task(service.service.repository.reload())
         while version() == "3":  # while many images of version 3 wait, one batch after another
             while service.waiting < 20:
                 await begin(asked[1])
@@ -397,7 +397,7 @@ async def test_what_a_stop_has_no_time_for_is_sent_elsewhere(opened, door, devic
 @pytest.mark.parametrize(
     ("path", "held", "is_plain"),
     [
-        ("/v2/repository/index", (Repository, "index"), True),
+        ("/v2/repository/index", (Models, "index"), True),
         ("/metrics", (Metrics, "exposition"), False),
     ],
 )

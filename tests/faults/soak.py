@@ -72,7 +72,7 @@ at the moment of a sample. Decoders: what they decode at that moment."""
 
 EXPECTED_LOG = (
     r"INFO service\.engine\.models: model lenet: version \d .* replaced version \d",
-    r"INFO service\.engine\.models: reload: 1 replaced, 0 unchanged, 0 refused",
+    r"INFO service\.engine\.repository: reload: 1 replaced, 0 unchanged, 0 refused",
     r"INFO service\.engine\.models: model lenet version \d .* loaded: ",
     r"INFO service\.engine\.devices: computing on ",
     r"INFO service\.assembly: (read .*: warming up|start phases, in seconds: )",

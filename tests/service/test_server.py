@@ -65,7 +65,7 @@ def settings(tmp_path, tiny, random_weights):
 
 
 async def predict(service):
-    return await submit(service.models.get().batcher, ONE, 20.0)
+    return await submit(service.models.get(), ONE, 20.0)
 
 
 async def test_an_open_service_is_ready_and_a_closed_one_is_not(settings):

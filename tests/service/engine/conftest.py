@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from contextlib import asynccontextmanager
 
@@ -15,11 +16,19 @@ from lenet.reference import softmax
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
+from service.engine.repository import Repository
 from service.engine.versions import WeightsFolder
 from service.observe.metrics import Metrics
+from tests.service_process import PATIENCE_S
 from tests.tasks import submit
 
 CPU = (Target("cpu"),)
+
+
+def spoil_golden(weights):
+    """These weights with logits that no device computes."""
+    golden = dataclasses.replace(weights.golden, logits=weights.golden.logits + np.float32(1))
+    return dataclasses.replace(weights, golden=golden)
 
 
 class RunningEngine:
@@ -27,6 +36,7 @@ class RunningEngine:
 
     def __init__(self, models, metrics, registry, draw):
         self.models = models
+        self.repository = Repository(models)
         self.metrics = metrics
         self.registry = registry
         self.draw = draw
@@ -38,7 +48,7 @@ class RunningEngine:
     async def ask(self, seed, name="a", version=""):
         """The version that answers, whose answer must be that of the file drawn with `seed`."""
         golden = self.draw(name, seed).golden
-        answer = await submit(self.models.get(name, version).batcher, golden.images, 20.0)
+        answer = await submit(self.models.get(name, version), golden.images, 20.0)
         expected = softmax(golden.logits)
         np.testing.assert_allclose(answer.probabilities, expected, rtol=1e-4, atol=1e-7)
         assert answer.model == name
@@ -64,6 +74,7 @@ def open_engine(folder, draw):
             "hang_timeout_s": 60.0,
             "drain_timeout_s": 10.0,
         }
+        before = set(threading.enumerate())
         registry = CollectorRegistry()
         metrics = Metrics(registry)
         weights = WeightsFolder(folder, latest)
@@ -72,9 +83,12 @@ def open_engine(folder, draw):
         try:
             parts = weights, versions, "a", config, metrics, Deadlines()
             async with Models(*parts) as models:
-                yield RunningEngine(models, metrics, registry, draw)
+                engine = RunningEngine(models, metrics, registry, draw)
+                yield engine
+                await engine.repository.close(PATIENCE_S)
         finally:
-            assert not [t for t in threading.enumerate() if t.name.startswith("context-")]
+            left = set(threading.enumerate()) - before
+            assert not [t for t in left if t.name.startswith("context-")]
 
     return open_
 

@@ -249,7 +249,7 @@ class BatcherSetup:
             for _ in range(self.contexts)
         ]
         self.pool = ContextPool(self.workers, lambda *_: None, hang_timeout_s=1e3 * FOREVER_S)
-        await self.pool.__aenter__()
+        await self.pool.open()
         self.watcher = Watcher()
         self.batcher = Batcher(
             *(self.queue, self.pool, self.watcher, self.first, BusyPoll(0.0)),
@@ -269,7 +269,7 @@ class BatcherSetup:
             await self.batcher.drain(1000)
             assert self.loop.time() == before_s, "there was something to wait for"
             assert not self.complaints
-        await self.pool.__aexit__(None)
+        await self.pool.close()
         if kind is None:
             assert len(self.loop.pending_timers()) == 1, "more than the limit of the whole test"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -138,6 +140,15 @@ class Stage:
         return ContextPool(workers, self.on_lost, hang_timeout_s)
 
 
+@asynccontextmanager
+async def opened(pool: ContextPool) -> AsyncIterator[ContextPool]:
+    await pool.open()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
 @pytest.fixture
 def stage():
     return Stage()
@@ -183,7 +194,7 @@ async def value(worker: Worker, *arguments: object) -> float:
 
 
 async def test_each_context_lives_on_one_thread_when_made_driven_and_closed(stage):
-    async with stage.pool(3) as pool:
+    async with opened(stage.pool(3)) as pool:
         assert sorted(threads()) == ["fake-0", "fake-1", "fake-2"]
         workers = [pool.acquire() for _ in range(3)]
         results = [start(worker, number, rows=2) for number, worker in enumerate(workers, 1)]
@@ -225,7 +236,7 @@ class FakeWorker:
 def test_no_device_gets_a_second_batch_while_another_is_idle(run_virtually, size, devices, data):
     async def main(loop):
         workers = [FakeWorker(device) for device in range(devices) for _ in range(size)]
-        async with ContextPool(workers, lambda *_: None, PATIENCE_S) as pool:
+        async with opened(ContextPool(workers, lambda *_: None, PATIENCE_S)) as pool:
             taken = []
             for _ in range(data.draw(st.integers(1, 20))):
                 if taken and data.draw(st.booleans()):
@@ -245,7 +256,7 @@ def test_no_device_gets_a_second_batch_while_another_is_idle(run_virtually, size
 
 
 async def test_a_busy_worker_is_claimed_after_its_batch_and_before_any_other(stage):
-    async with stage.pool(1) as pool:
+    async with opened(stage.pool(1)) as pool:
         worker = pool.acquire()
         inside, may_leave = asyncio.Event(), asyncio.Event()
 
@@ -267,7 +278,7 @@ async def test_a_busy_worker_is_claimed_after_its_batch_and_before_any_other(sta
 
 @pytest.mark.parametrize("released", [False, True])
 async def test_a_worker_is_free_again_when_whoever_waited_for_it_gave_up(stage, released):
-    async with stage.pool(1) as pool:
+    async with opened(stage.pool(1)) as pool:
         worker = pool.acquire()
 
         async def claim():
@@ -303,7 +314,7 @@ async def test_devices_are_warmed_side_by_side_and_one_devices_contexts_one_by_o
         warm_up(context)
 
     monkeypatch.setattr(FakeContext, "warm_up", meet)
-    async with stage.pool(2, devices=2) as pool:
+    async with opened(stage.pool(2, devices=2)) as pool:
         assert [worker.name for worker in pool.workers] == [f"fake-{n}" for n in range(4)]
         opening_s, warm_up_s = pool.start_s()
         assert 0 <= opening_s < PATIENCE_S
@@ -322,7 +333,7 @@ async def test_the_other_devices_contexts_are_closed_when_one_fails_its_warm_up(
     monkeypatch.setattr(FakeContext, "warm_up", fail)
     pool = stage.pool(50, devices=2)
     with pytest.raises(ValueError, match="this GPU is the wrong one"):
-        await pool.__aenter__()
+        await pool.open()
     assert len(stage.made) < 100
     assert all(context.closed for context in stage.made)
     assert threads() == []
@@ -349,7 +360,7 @@ async def test_the_error_of_a_batch_is_its_callers_and_the_worker_works_on(
 ):
     stage.launches = launches
     stage.fails[where] = error
-    async with stage.pool(1) as pool:
+    async with opened(stage.pool(1)) as pool:
         worker = pool.acquire()
         with pytest.raises(type(error)) as caught:
             await value(worker, 1)
@@ -363,14 +374,14 @@ async def test_the_error_of_a_batch_is_its_callers_and_the_worker_works_on(
 @pytest.mark.parametrize("job", ["stage", "replace_weights"])
 async def test_a_device_that_is_lost_beside_a_batch_is_reported_before_its_caller(stage, job):
     stage.fails[job, 0] = DeviceError("illegal address", sticky=True)
-    async with stage.pool(1) as pool:
+    async with opened(stage.pool(1)) as pool:
         with pytest.raises(DeviceError, match="illegal address"):
             await getattr(pool.acquire(), job)("new")
         assert stage.losses == [("sticky", "fake-0: illegal address")]
 
 
 async def test_a_batch_is_computed_with_its_weights_when_the_context_rests_on_others(either):
-    async with either.pool(1) as pool:
+    async with opened(either.pool(1)) as pool:
         worker = pool.acquire()
         (context,) = either.made
         for weights in ("served", "new", "new", "served"):
@@ -386,7 +397,7 @@ async def test_a_batch_is_computed_with_its_weights_when_the_context_rests_on_ot
 
 async def test_the_loop_runs_on_while_a_batch_is_computed_and_polls_once_a_turn(either):
     either.may_finish.clear()
-    async with either.pool(1) as pool:
+    async with opened(either.pool(1)) as pool:
         worker = pool.acquire()
         future = start(worker, 1)
         if not either.launches:
@@ -418,7 +429,7 @@ def test_only_a_batch_that_takes_longer_than_it_may_is_a_hang_and_it_is_one_once
 ):
     async def main(loop):
         worker, lost_s = FakeWorker(), []
-        async with ContextPool([worker], lambda *_: lost_s.append(loop.time()), 10.0):
+        async with opened(ContextPool([worker], lambda *_: lost_s.append(loop.time()), 10.0)):
             for rest_s, work_s in jobs:
                 await asyncio.sleep(rest_s)
                 await worker.work(work_s)
@@ -435,7 +446,7 @@ def test_only_a_batch_that_takes_longer_than_it_may_is_a_hang_and_it_is_one_once
 def test_a_process_that_was_stopped_for_long_takes_no_worker_for_hung(run_virtually):
     async def main(loop):
         worker, losses = FakeWorker(), []
-        async with ContextPool([worker], lambda *story: losses.append(story), 10.0):
+        async with opened(ContextPool([worker], lambda *story: losses.append(story), 10.0)):
             working = loop.create_task(worker.work(9.5))
             await asyncio.sleep(5)
             loop.advance(3600)  # SIGSTOP, and an hour later SIGCONT
@@ -449,7 +460,7 @@ def test_a_process_that_was_stopped_for_long_takes_no_worker_for_hung(run_virtua
 
 async def test_a_hang_is_reported_with_the_worker_and_the_time_it_had(either):
     either.may_finish.clear()
-    async with either.pool(2, hang_timeout_s=0.05) as pool:
+    async with opened(either.pool(2, hang_timeout_s=0.05)) as pool:
         worker = pool.acquire()
         running = start(worker, 1)
         await asyncio.wait_for(either.lost.wait(), PATIENCE_S)

@@ -1,159 +1,367 @@
-"""Changes in every worker, seen from one whose neighbours are files in a folder."""
+"""Models that come, go and change while they are served, in a worker and in its neighbours.
+
+The neighbours are files in the folder that the workers share.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import signal
+import threading
 
 import orjson
 import pytest
 
+from lenet.model import Model
 from service.engine import repository
-from service.engine.repository import Repository, unloaded
+from service.engine.repository import Repository, forget, unloaded
+from service.engine.versions import WeightsFolder
 from service.errors import InvalidInput, Unavailable, UnknownModel
+from tests.service.engine.conftest import spoil_golden
 from tests.service_process import PATIENCE_S
 
 
-class Models:
-    """Notes what it was asked for, one thing at a time; a load waits for `gate`."""
-
-    def __init__(self):
-        self.done = []
-        self.changing = asyncio.Lock()
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def load(self, name):
-        async with self.changing:
-            await self.gate.wait()
-            if name == "broken":
-                raise InvalidInput("model: 'broken' was not loaded", field="model")
-            if name == "fault":
-                raise MemoryError
-            self.done.append(f"load {name}")
-
-    async def unload(self, name):
-        async with self.changing:
-            if f"load {name}" not in self.done or f"unload {name}" in self.done:
-                raise UnknownModel(f"model {name!r} is not loaded", field="model")
-            self.done.append(f"unload {name}")
+def reloads(engine, name="a"):
+    """How many ended ok and were refused."""
+    return tuple(
+        engine.value("lenet_reloads_total", model=name, outcome=outcome)
+        for outcome in ("ok", "refused")
+    )
 
 
-@pytest.fixture
-def models():
-    return Models()
+def loaded(engine, name="a"):
+    """The versions and digests that the metrics name."""
+    engine.metrics.flush()
+    return [
+        (sample.labels["version"], sample.labels["sha256"])
+        for family in engine.registry.collect()
+        for sample in family.samples
+        if sample.name == "lenet_model_info" and sample.labels["model"] == name
+    ]
 
 
-@pytest.fixture
-def worker(models, tmp_path, monkeypatch):
-    """A repository whose supervisor is this process, which takes SIGHUP."""
-    monkeypatch.setattr(os, "getppid", os.getpid)
-    before = signal.signal(signal.SIGHUP, lambda *_: None)
-    yield Repository(models, tmp_path, alone=False)
-    signal.signal(signal.SIGHUP, before)
+def versions(engine, name="a"):
+    return [one.version.version for one in engine.models.select(name)]
 
 
-def progress(folder, **content):
-    (folder / "repository-1").write_bytes(orjson.dumps({"refused": [], **content}))
-
-
-async def test_a_change_goes_to_its_end_when_its_caller_leaves(worker, models, tmp_path):
-    models.gate.clear()
-    caller = asyncio.create_task(worker.load("a"))
-    await asyncio.sleep(0.01)
-    caller.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await caller
-    models.gate.set()
+async def until(condition):
     async with asyncio.timeout(PATIENCE_S):
-        while not (tmp_path / "repository.json").exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    assert models.done == ["load a"]
-    neighbour = Repository(models, tmp_path, alone=False)
-    await neighbour.apply_changes()
-    await neighbour.apply_changes()
-    assert models.done == ["load a"] * 2, "once in each worker"
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
-async def test_the_latest_change_of_each_model_is_followed_in_their_order(worker, models, tmp_path):
-    for name in ("a", "b", "c", "a"):
-        await worker.load(name)
-    await worker.unload("c")
-    assert unloaded(tmp_path) == {"c"}
-    models.done.clear()
-    await Repository(models, tmp_path, alone=False).apply_changes()
-    assert models.done == ["load b", "load a"], "what is not loaded is not unloaded"
+@pytest.fixture
+def reads(monkeypatch):
+    """Each reading of a file waits for `go`; `begun` counts them."""
+
+    class Reads:
+        begun = 0
+        go = threading.Event()
+
+    def held(folder, name):
+        Reads.begun += 1
+        assert Reads.go.wait(PATIENCE_S)
+        return read(folder, name)
+
+    read = WeightsFolder.read
+    monkeypatch.setattr(WeightsFolder, "read", held)
+    yield Reads
+    Reads.go.set()
 
 
-async def test_a_change_of_another_worker_meanwhile_is_made_after_the_own_one_before_it(
-    worker, models, tmp_path
-):
-    """Else this worker would end without a model that the file says is loaded."""
-    models.gate.clear()
-    loading = asyncio.create_task(worker.load("a"))
-    await asyncio.sleep(0.01)
-    (tmp_path / "repository.json").write_bytes(orjson.dumps({"a": (1, False)}))
-    following = asyncio.create_task(worker.apply_changes())
-    await asyncio.sleep(0.01)
-    models.gate.set()
-    await asyncio.wait_for(asyncio.gather(loading, following), PATIENCE_S)
-    assert orjson.loads((tmp_path / "repository.json").read_bytes()) == {"a": [2, True]}
-    assert models.done[-1] == "load a"
+# Reloads
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"), [("invalid_input", InvalidInput), ("unavailable", Unavailable)]
+@pytest.mark.states(
+    "metrics",
+    "`lenet_reloads_total`: ok; log: how many were replaced, unchanged, refused",
+    found="a newer file that answers afterwards, beside one that did not change",
 )
-async def test_the_answer_says_that_another_worker_refused(worker, models, tmp_path, code, kind):
-    progress(tmp_path, applied=1, refused=[(1, (code, "model: 'a' was not loaded: it"))])
+async def test_the_highest_version_replaces_the_served_one_and_the_log_says_so(
+    engine, write, caplog
+):
+    path = write("a/10", seed=2)
+    write("a/4", seed=3)
+    caplog.set_level(logging.INFO)
+    await engine.repository.reload()
+    assert await engine.ask(2) == "10"
+    version = engine.models.get("a", "10").version
+    assert version.path == path
+    assert loaded(engine) == [("10", version.sha256)]
+    assert (reloads(engine), reloads(engine, "b")) == ((1, 0), (1, 0))
+    changed, summary = caplog.messages
+    assert changed.startswith(
+        f"model a: version 10 (sha256 {version.sha256[:12]}) replaced version 3, golden logits "
+    )
+    assert summary == "reload: 1 replaced, 1 unchanged, 0 refused"
+    write("a/10", seed=4)
+    await engine.repository.reload()
+    assert await engine.ask(4) == "10"
+    ((number, digest),) = loaded(engine)
+    assert (number, digest != version.sha256) == ("10", True)
+
+
+def broken(write, folder, draw, random_weights):
+    path = write("a/4", seed=2)
+    path.write_bytes(path.read_bytes()[:-1])
+    return f"{path}: is not a valid safetensors file"
+
+
+def of_another_architecture(write, folder, draw, random_weights):
+    path = folder / "a" / "4.safetensors"
+    random_weights(Model("a", random_weights("mlp").model.blocks)).write(path)
+    return f"{path}: model 'a' has another architecture than the served 'a'"
+
+
+def invalid(write, folder, draw, random_weights):
+    path = folder / "a" / "4.safetensors"
+    spoil_golden(draw("a", 2)).write(path)
+    return f"{path}: model 'a' on backend cpu: golden logits differ"
+
+
+def gone(write, folder, draw, random_weights):
+    for path in (folder / "a").iterdir():
+        path.unlink()
+    return f"{folder / 'a'}: holds no VERSION.safetensors"
+
+
+@pytest.mark.parametrize("spoil", [broken, of_another_architecture, invalid, gone])
+async def test_a_file_is_refused_by_name_and_the_old_version_answers_on(
+    engine, write, folder, draw, random_weights, caplog, spoil
+):
+    before = loaded(engine)
+    reason = spoil(write, folder, draw, random_weights)
+    await engine.repository.reload()
+    (record,) = caplog.records
+    assert record.message.startswith(f"model a: reload refused, still serving version 3: {reason}")
+    assert record.exc_info is None
+    assert "\n" not in record.message
+    assert (reloads(engine), reloads(engine, "b")) == ((0, 1), (1, 0))
+    assert loaded(engine) == before
+    assert await engine.ask(1) == "3"
+    if spoil is not gone:
+        with pytest.raises(InvalidInput) as caught:
+            await engine.repository.load("a")
+        assert str(caught.value).startswith("model: 'a' was not loaded: ")
+        assert reason.rpartition(": ")[2] in str(caught.value)
+        assert caught.value.field == "model"
+    write("a/5", seed=4)
+    await engine.repository.reload()
+    assert await engine.ask(4) == "5"
+
+
+async def test_the_newest_files_are_read_when_reloads_are_requested_at_once(engine, write, reads):
+    engine.repository.request_reload()
+    await until(lambda: reads.begun)
+    write("a/4", seed=2)
+    for _ in range(100):
+        engine.repository.request_reload()
+    reads.go.set()
+    await until(lambda: versions(engine) == ["4"] and reloads(engine, "b") == (2, 0))
+    assert await engine.ask(2) == "4"
+    assert reads.begun == 2 * 2, "the reload under way, and one for all that came meanwhile"
+
+
+async def test_a_reload_keeps_as_many_versions_as_are_wanted(open_engine, write):
+    write("a/1", seed=1)
+    two = write("a/2", seed=2)
+    async with open_engine(latest=2) as engine:
+        write("a/4", seed=4)
+        await engine.repository.reload()
+        assert versions(engine) == ["4", "2"]
+        two.unlink()
+        await engine.repository.reload()
+        assert versions(engine) == ["4", "1"]
+        for version, seed in (("4", 4), ("1", 1)):
+            assert await engine.ask(seed, "a", version) == version
+        (engine.models.get("a", "4").version.path).unlink()
+        await engine.repository.reload()
+        assert versions(engine) == ["1"]
+        assert [version for version, _ in loaded(engine)] == ["1"]
+        assert engine.value("lenet_contexts", model="a", version="4") is None
+        write("a/3", seed=3)
+        await engine.repository.reload()
+        assert versions(engine) == ["3", "1"]
+
+
+# Requests to one worker
+
+
+async def test_a_model_comes_and_goes_and_its_requests_are_finished(engine, write):
+    write("c/1", seed=5)
+    index = {one.name: one.loaded for one in await engine.models.index()}
+    assert index == {"a": True, "b": True, "c": False}
+    with pytest.raises(UnknownModel):
+        engine.models.get("c")
+    await engine.repository.load("c")
+    assert await engine.ask(5, "c") == "1"
+    running = [asyncio.ensure_future(engine.ask(5, "c")) for _ in range(9)]
+    await asyncio.sleep(0)
+    await engine.repository.unload("c")
+    assert [task.result() for task in running] == ["1"] * 9
+    assert not [t for t in threading.enumerate() if t.name.startswith("context-c")]
+    for name in ("c", ""):
+        with pytest.raises(UnknownModel, match=r"is not loaded, expected one of a, b"):
+            await engine.repository.unload(name)
+    for name in ("z", "../weights/a", "", "a/3"):
+        with pytest.raises(UnknownModel, match="in the weights folder, expected one of a, b, c"):
+            await engine.repository.load(name)
+    await engine.repository.unload("a")
+    with pytest.raises(UnknownModel, match="model 'a' is not loaded, expected one of b"):
+        engine.models.get()
+    await engine.repository.load("a")
+    assert engine.models.get().version.key == ("a", "3")
+
+
+async def test_a_refused_load_is_not_tried_again_by_a_reload(engine, write):
+    path = write("c/1", seed=5)
+    path.write_bytes(b"broken")
+    with pytest.raises(InvalidInput, match="model: 'c' was not loaded: "):
+        await engine.repository.load("c")
+    write("c/1", seed=5)
+    await engine.repository.reload()
+    assert engine.models.loaded == ("a", "b")
+    await engine.repository.load("c")
+    assert await engine.ask(5, "c") == "1"
+
+
+async def test_a_load_goes_on_when_its_caller_leaves_and_ends_with_the_service(
+    open_engine, write, reads, caplog
+):
+    write("a/3", seed=1)
+    write("b/1", seed=2)
+    reads.go.set()
+    async with open_engine(wanted=("a",)) as engine:
+        reads.go.clear()
+        reads.begun = 0
+        caller = asyncio.create_task(engine.repository.load("b"))
+        await until(lambda: reads.begun)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        reads.go.set()
+        await until(lambda: engine.models.find("b") is not None)
+        assert await engine.ask(2, "b") == "1"
+        reads.go.clear()
+        waiting = asyncio.create_task(engine.repository.load("b"))
+        begun = reads.begun
+        await until(lambda: reads.begun > begun)
+    with pytest.raises(Unavailable, match="stopping"):
+        await waiting
+    begun = reads.begun
+    with pytest.raises(Unavailable, match="stopping"):
+        await engine.repository.load("b")
+    assert reads.begun == begun, "a closed service reloads nothing"
+    reads.go.set()
+    assert not caplog.records, "nobody waited for the file"
+
+
+# Requests to several workers
+
+
+@pytest.fixture
+async def worker(engine, tmp_path, monkeypatch):
+    """A repository whose supervisor is this process, which passes SIGHUP on to it."""
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    made = Repository(engine.models, tmp_path, alone=False)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, made.request_reload)
+    yield made
+    await made.close(PATIENCE_S)
+    loop.remove_signal_handler(signal.SIGHUP)
+
+
+def report(folder, **followed):
+    """What another worker followed."""
+    (folder / "repository-1").write_bytes(orjson.dumps(followed))
+
+
+LATER = 1 << 62
+"""Number of a wish that is later than those of this test."""
+
+
+async def test_a_worker_that_starts_follows_the_latest_wish_about_each_model(
+    open_engine, worker, engine, write, tmp_path, reads
+):
+    reads.go.set()
+    write("c/1", seed=5)
+    write("d/1", seed=6)
+    for name in ("c", "d"):
+        await worker.load(name)
+    for name in ("b", "c"):
+        await worker.unload(name)
+    assert unloaded(tmp_path) == {"b", "c"}
+    assert engine.models.loaded == ("a", "d")
+    async with open_engine(wanted=("a", "b")) as another:
+        late = Repository(another.models, tmp_path, alone=False)
+        await late.start()
+        assert another.models.loaded == ("a", "d")
+        reads.begun = 0
+        await late.reload()
+        assert reads.begun == 2, "a wish is followed once"
+
+
+@pytest.mark.parametrize("kind", [InvalidInput, Unavailable])
+async def test_the_answer_says_that_another_worker_refused(worker, engine, tmp_path, kind):
+    loading = asyncio.create_task(worker.load("b"))
+    report(tmp_path, b={"number": 0})
+    await until(lambda: (tmp_path / "wishes" / "b").exists())
+    number = orjson.loads((tmp_path / "wishes" / "b").read_bytes())["number"]
+    await asyncio.sleep(0.1)
+    assert not loading.done(), "the other has not followed"
+    message = "model: 'b' was not loaded: it"
+    report(tmp_path, b={"number": number, "code": kind.code, "message": message})
     with pytest.raises(kind, match=r"^another worker refused it: .*: it$"):
-        await worker.load("a")
-    assert models.done == ["load a"]
+        await loading
+    outcome = {"number": LATER, "code": kind.code, "message": message}
+    report(tmp_path, b=outcome)
+    await worker.load("b")  # a later wish was refused, not this one
 
 
-async def test_a_worker_reports_what_it_refuses_and_serves_on(models, tmp_path):
-    changes = {"broken": (6, True), "fault": (7, True), "a": (8, True)}
-    (tmp_path / "repository.json").write_bytes(orjson.dumps(changes))
-    await Repository(models, tmp_path, alone=False).apply_changes()
-    (content,) = (path.read_bytes() for path in tmp_path.glob("repository-*"))
-    report = orjson.loads(content)
-    assert report["applied"] == 8
-    (six, (code, message)), (seven, (internal, _)) = report["refused"]
-    assert (six, code, message) == (6, "invalid_input", "model: 'broken' was not loaded")
-    assert (seven, internal) == (7, "internal")
-    assert models.done == ["load a"]
+async def test_a_worker_reports_what_it_refuses_and_serves_on(worker, engine, write, tmp_path):
+    write("c/1").write_bytes(b"broken")
+    write("d/1", seed=6)
+    (tmp_path / "wishes").mkdir()
+    for number, name in enumerate(("c", "d", "z"), 6):
+        content = orjson.dumps({"number": number, "load": True})
+        (tmp_path / "wishes" / name).write_bytes(content)
+    await worker.start()
+    found = orjson.loads((tmp_path / f"repository-{os.getpid()}").read_bytes())
+    assert {name: (one["number"], one["code"]) for name, one in found.items()} == {
+        "c": (6, "invalid_input"),
+        "d": (7, ""),
+        "z": (8, "invalid_input"),
+    }
+    assert "model: 'c' was not loaded: " in found["c"]["message"]
+    assert engine.models.loaded == ("a", "b", "d")
 
 
-async def test_the_answer_says_that_others_are_late(worker, tmp_path, monkeypatch):
-    monkeypatch.setattr(repository, "_APPLY_S", 0.1)
-    progress(tmp_path, applied=0)
-    with pytest.raises(Unavailable, match=r"not all workers have done it within 0\.1 s"):
-        await worker.load("a")
-
-
-async def test_an_unload_that_the_others_were_not_told_of_can_be_asked_for_again(
+async def test_the_answer_says_that_others_are_late_until_they_have_ended(
     worker, tmp_path, monkeypatch
 ):
-    await worker.load("a")
+    monkeypatch.setattr(repository, "_FOLLOW_S", 0.5)
+    report(tmp_path)
+    with pytest.raises(Unavailable, match=r"not all workers have done it within 0\.5 s"):
+        await worker.load("b")
+    forget(tmp_path, 1)
+    monkeypatch.setattr(repository, "_FOLLOW_S", PATIENCE_S)
+    await worker.load("b")
 
+
+async def test_nothing_is_changed_when_the_wish_cannot_be_written(worker, engine, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space")
 
     with monkeypatch.context() as patched:
-        patched.setattr(repository, "_write", full)
+        patched.setattr(repository, "_replace", full)
         with pytest.raises(Unavailable, match=r"could not be reached; see .* and ask again"):
-            await worker.unload("a")
-    await worker.unload("a")
-    assert unloaded(tmp_path) == {"a"}
-    with pytest.raises(UnknownModel):
-        await worker.unload("a")
-
-
-async def test_nothing_is_changed_when_the_workers_share_no_folder(models):
+            await worker.unload("b")
+    assert engine.models.loaded == ("a", "b")
+    await worker.unload("b")
+    assert engine.models.loaded == ("a",)
     with pytest.raises(Unavailable, match="the workers share no folder"):
-        await Repository(models, alone=False).load("a")
-    assert models.done == []
-    await Repository(models).load("a")
-    assert models.done == ["load a"]
+        await Repository(engine.models, alone=False).load("b")
+    assert engine.models.loaded == ("a",)

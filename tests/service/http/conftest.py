@@ -114,7 +114,7 @@ async def settled(service):
     await until(
         lambda: not predict.requests.budget.held_bytes and not predict.requests.deadlines._waiting
     )
-    await until(lambda: not any(model.batcher._unanswered() for model in service.models.served))
+    await until(lambda: not any(model._unanswered() for model in service.models.served))
 
 
 @pytest.fixture

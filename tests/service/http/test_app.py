@@ -260,7 +260,7 @@ async def test_the_default_model_answers_to_its_alias_in_every_protocol(open_app
         assert served.service.models.names == {"tiny", "other", "digits"}
         refused = await served.client.get("/v2/models/vgg")
         assert refused.json()["error"].endswith("expected one of tiny, other, digits")
-        await served.service.models.unload("tiny")
+        await served.service.repository.unload("tiny")
         assert served.service.models.names == {"other"}
         assert (await served.client.get("/v2/models/digits")).status_code == 404
 
@@ -583,7 +583,7 @@ async def test_info_and_answers_name_the_new_version_when_it_was_reloaded(
 ):
     new = random_weights(tiny, 5)
     new.write(weights / "tiny" / "4.safetensors")
-    await served.models.reload()
+    await served.service.repository.reload()
     info = InfoResponse.model_validate_json((await served.client.get("/info")).content)
     (model,) = info.models
     assert (model.name, model.version, model.sha256) == ("tiny", "4", new.digest())

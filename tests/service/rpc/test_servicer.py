@@ -22,7 +22,7 @@ async def test_answers_and_metadata_bear_the_new_version_when_the_model_was_repl
     file = dataclasses.replace(
         running.models.get().version, version="4", weights=random_weights(tiny, 5)
     )
-    assert await running.models.get().batcher.replace(file) is None
+    assert await running.models.get().replace(file) is None
     response = await stub.ModelInfer(raw_request())
     assert (response.model_name, response.model_version) == ("tiny", "4")
     metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"))
