@@ -27,6 +27,7 @@ class Policy:
         status: the status that tells an error over gRPC.
         headers: those that the service reads. Each may be given once: of two, a proxy may read the
             other. Pages of other origins may send them.
+        varying: of those, the ones whose values differ between the requests of a client.
         exposed: those of its answers that such pages may read.
     """
 
@@ -34,6 +35,7 @@ class Policy:
     answer: Callable[[bytes, Refusal], Answer] = lambda _, error: error_answer(error)
     status: Callable[[Refusal], Status] = status_of
     headers: Sequence[str] = ()
+    varying: Sequence[str] = ()
     exposed: Sequence[str] = ()
 
 

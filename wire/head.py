@@ -1,9 +1,13 @@
-"""The headers of a request, checked after RFC 9110 and 9112, and the route that they lead to."""
+"""The headers of a request, checked after RFC 9110 and 9112, and the route that they lead to.
+
+Clients send the same header section again and again, or one in which few values differ. `Heads`
+keeps heads by section, without the fields whose values vary.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import unquote_to_bytes
@@ -13,7 +17,7 @@ import httptools
 from wire.answer import Answer, refusal
 from wire.errors import InvalidInput, Refusal, shown
 from wire.gate import Gate
-from wire.ids import Ids
+from wire.ids import REQUEST_ID, TRACEPARENT, Ids
 
 _LENGTH_DIGITS = 20
 """Digits of 2^64, the parser's limit; it accepts any number of leading zeros."""
@@ -26,6 +30,11 @@ MAX_TARGET_BYTES = 8 * 1024
 
 _MAX_PARAMETERS = 100
 """Maximum number of parameters in a query."""
+
+_KNOWN_HEADS = 512
+_KNOWN_HEAD_BYTES = 2048
+
+_PLAIN = re.compile(rb" ?[!-~]*")
 
 HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 
@@ -154,11 +163,11 @@ class RequestHead:
             message = f"query: got {count} parameters, expected at most {_MAX_PARAMETERS}"
             self.answer = gate.policy.answer(self.path, InvalidInput(message, field="query"))
             return
-        self.route, values = find(routes, self.method, unquote_to_bytes(self.path))
+        self.route, self._placeholders = find(routes, self.method, unquote_to_bytes(self.path))
         self.answer = gate.check(self.method, self.path, named)
         if self.answer is None and self.route is not None:
             try:
-                self.wanted = self.route.read(self.query, named, values)
+                self.wanted = self.route.read(self.query, named, self._placeholders)
             except Refusal as exc:
                 self.error = without_frames(exc)
 
@@ -174,6 +183,7 @@ class Head(RequestHead):
 
     `known_length` is the length of the body where an equal header section may be taken for this one
     without parsing it: on a fast route, without error, on a connection that is kept. Else 0.
+    On such a route `headers` are left out, which only the application reads.
 
     Raises:
         Refused: they break HTTP's rules.
@@ -242,9 +252,106 @@ class Head(RequestHead):
             name.decode("latin-1"): found[0].decode("latin-1") for name, found in by_name.items()
         }
         self.ids = Ids.read(named)
-        self.extra = self.ids.line + gate.cors_lines(named)
+        self._named, self._cors_lines = named, gate.cors_lines(named)
+        self.extra = self.ids.line + self._cors_lines
         self.ask(named, routes, gate)
-        # An id is not sent again.
-        once = self.expects_continue or self.chunked or self.ids or not self.keep_alive
+        if self.route is not None:
+            self.headers = ()
+        once = self.expects_continue or self.chunked or not self.keep_alive
         done = self.route is None or self.answer is not None or self.error is not None
         self.known_length = 0 if once or done else self.length or 0
+
+    def with_values(self, values: Iterable[tuple[str, str]], without: Iterable[str] = ()) -> Head:
+        """The head of a section with other `values` of some fields, and `without` others."""
+        assert self.route is not None, "bug: not a fast route"
+        head = Head.__new__(Head)  # copy.copy takes 5 us
+        head.__dict__.update(self.__dict__)
+        head._named = named = {**self._named, **dict(values)}
+        for name in without:
+            named.pop(name, None)
+        head.ids = Ids.read(named)
+        head.extra = head.ids.line + self._cors_lines
+        try:
+            head.wanted = self.route.read(self.query, named, self._placeholders)
+        except Refusal as exc:
+            head.error, head.wanted = without_frames(exc), None
+            head.known_length = 0
+        return head
+
+
+class Heads:
+    """Heads of the requests on HTTP/1.1 connections with the same `routes`, `gate` and `scheme`.
+
+    Args:
+        most_bytes: the most bytes of a header section.
+    """
+
+    def __init__(
+        self, routes: FastRoutes, gate: Gate, scheme: bytes, most_bytes: int = _KNOWN_HEAD_BYTES
+    ) -> None:
+        self._given = routes, gate, scheme
+        self._most_bytes = min(most_bytes, _KNOWN_HEAD_BYTES)
+        self.known: dict[bytes, Head] = {}
+        """By section without its fields that vary."""
+        self._latest: dict[bytes, tuple[list[bytes], Head]] = {}
+        """Likewise, the latest section with such fields: these, and its head."""
+        varying = (REQUEST_ID, TRACEPARENT, *gate.policy.varying)
+        self._varying = {name.encode(): name for name in varying}
+        names = b"|".join(self._varying)
+        self._varying_field = re.compile(rb"(?i)\r\n(%s):([^\r\n]*)(?=\r\n)" % names)
+
+    def find(self, section: bytes) -> Head | None:
+        """The head of a section that is known, or whose other fields are."""
+        if (head := self.known.get(section)) is not None:
+            return head
+        rest, fields = self._cut(section)
+        if not fields or (head := self.known.get(rest)) is None:
+            return None
+        latest = self._latest.get(rest)
+        if latest is None or latest[0] != fields:
+            names = (self._varying[name.lower()] for name in fields[::2])
+            values = (value.decode().strip() for value in fields[1::2])
+            latest = self._latest[rest] = fields, head.with_values(zip(names, values, strict=True))
+        return latest[1]
+
+    def _cut(self, section: bytes) -> tuple[bytes, list[bytes]]:
+        """`section` without the fields that vary, and these: name, value, name, value, ...
+
+        None is cut out where the parser could refuse the section, for its size or for a value, or
+        read another value, as a field is given twice. A line that folds a value stays in the rest;
+        no section that is kept has one.
+        """
+        first, *found = self._varying_field.split(section)
+        if not found or len(section) > self._most_bytes or section.count(b"\n") > MAX_FIELDS:
+            return section, []
+        names = {name.lower() for name in found[::3]}
+        if len(names) < len(found) // 3 or not all(map(_PLAIN.fullmatch, found[1::3])):
+            return section, []
+        rest = first + b"".join(found[2::3])
+        del found[2::3]
+        return rest, found
+
+    def read(
+        self,
+        method: bytes,
+        url: bytes,
+        version: str,
+        pairs: Sequence[tuple[bytes, bytes]],
+        keep_alive: bool,
+    ) -> Head:
+        """Check the parts of a section. Raises: Refused."""
+        return Head(method, url, version, pairs, keep_alive, *self._given)
+
+    def keep(self, section: bytes, head: Head) -> None:
+        """Keep the head of a section, if an equal one may be taken for it."""
+        rest, fields = self._cut(section)
+        if not head.known_length or len(rest) > self._most_bytes or (head.ids and not fields):
+            return
+        if fields:
+            head = head.with_values((), self._varying.values())
+        if head.known_length:
+            if len(self.known) >= _KNOWN_HEADS:
+                oldest = next(iter(self.known))
+                del self.known[oldest]
+                self._latest.pop(oldest, None)
+            self.known[rest] = head

@@ -4,9 +4,6 @@ No socket, clock or event loop. A header section is parsed by httptools; how lon
 is, and where it ends, is decided here. Requests are served one at a time: what a client sends
 behind one that is not answered stays in `Http1`, unparsed, until `answered` and `go_on` are called.
 
-Clients send the same header section again and again. Its bytes are kept together with the head that
-they made, see `Head.known_length`, and lead to it without the parser.
-
 The rules are RFC 9112's: one Host (3.2), Transfer-Encoding only `chunked` (6.1), trailers dropped
 (7.1.2). Requests for an upgrade are answered as if they did not ask.
 """
@@ -14,14 +11,13 @@ The rules are RFC 9112's: one Host (3.2), Transfer-Encoding only `chunked` (6.1)
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Protocol
 
 import httptools
 
 from wire.answer import Answer, refusal
 from wire.errors import shown
-from wire.head import MAX_FIELDS, MAX_TARGET_BYTES, Head, Refused
+from wire.head import MAX_FIELDS, MAX_TARGET_BYTES, Head, Heads, Refused
 
 COPIED_BYTES = 16 * 1024
 """A body of fewer bytes is copied out of what was read: for it, a view costs more."""
@@ -38,23 +34,9 @@ _LINE_BYTES = 4096
 _CHUNKS_AT_ONCE = 2000
 """Most chunks decoded by one call: 2 ms of work. Other connections run in between."""
 
-_KNOWN_HEADS = 512
-_KNOWN_HEAD_BYTES = 2048
-
 
 class Handler(Protocol):
     """Callbacks of `Http1`, for one request at a time."""
-
-    def read(
-        self,
-        method: bytes,
-        url: bytes,
-        version: str,
-        pairs: Sequence[tuple[bytes, bytes]],
-        keep_alive: bool,
-    ) -> Head:
-        """Check the headers of a request. Raises: Refused."""
-        ...
 
     def whole(self, head: Head, body: bytes | memoryview) -> None:
         """A request that came with all of its body, on a fast route and without error."""
@@ -85,15 +67,15 @@ class Http1:
 
     Args:
         handler: gets requests.
-        head_cache: heads by header section, shared by connections whose `Handler.read` is the same.
+        heads: checks headers, and knows those of earlier requests.
         max_header_bytes: the most bytes of a header section.
         expected: what malformed requests are not, for their answer.
     """
 
     def __init__(
-        self, handler: Handler, head_cache: dict[bytes, Head], max_header_bytes: int, expected: str
+        self, handler: Handler, heads: Heads, max_header_bytes: int, expected: str
     ) -> None:
-        self._handler, self._head_cache, self._expected = handler, head_cache, expected
+        self._handler, self._heads, self._expected = handler, heads, expected
         self._max_header_bytes = max_header_bytes
         self.idle = True
         """Whether nothing of a request has come that is not answered."""
@@ -150,7 +132,7 @@ class Http1:
         """Parse `data`; whether it was one whole request whose header section is known."""
         if self.idle:
             end = data.find(b"\r\n\r\n") + 4
-            head = self._head_cache.get(data[:end])
+            head = self._heads.find(data[:end])
             if head is not None and len(data) - end == head.known_length:
                 self.idle = False
                 self.serving = self.used = True
@@ -191,7 +173,7 @@ class Http1:
         found = data.find(b"\r\n\r\n", start)
         end = found + 4 if found >= 0 else 0
         if self._parser is None:
-            if end and (head := self._head_cache.get(data[start:end])) is not None:
+            if end and (head := self._heads.find(data[start:end])) is not None:
                 self._position = end
                 self._open(head)
                 return
@@ -280,7 +262,7 @@ class Http1:
             return
         pairs, self._pairs = self._pairs, []
         try:
-            head = self._handler.read(method, self._url, version, pairs, keep_alive)
+            head = self._heads.read(method, self._url, version, pairs, keep_alive)
         except Refused as exc:
             self._refuse(exc.answer)
             return
@@ -290,10 +272,8 @@ class Http1:
         if self._is_broken:
             self._malformed()
             return
-        if head.known_length and 0 < len(section) <= _KNOWN_HEAD_BYTES:
-            if len(self._head_cache) >= _KNOWN_HEADS:
-                del self._head_cache[next(iter(self._head_cache))]
-            self._head_cache[section] = head
+        if section:
+            self._heads.keep(section, head)
         self._open(head)
 
     def _open(self, head: Head) -> None:

@@ -39,7 +39,7 @@ class Http1Exchanges:
     def __init__(self, wire: Wire, shared: Shared) -> None:
         self._wire, self._shared, self.peer = wire, shared, wire.peer
         expected = "HTTP/1.1" if shared.certificate else "HTTP/1.1, in the clear"
-        self.http1 = Http1(self, shared.head_cache, shared.max_header_bytes, expected)
+        self.http1 = Http1(self, shared.heads, shared.max_header_bytes, expected)
         self.exchange: Exchange | None = None
         """The request that is not answered."""
         self._begun = False
@@ -188,19 +188,6 @@ class Http1Exchanges:
             wire.transport.close()
 
     # Called by `Http1`.
-
-    def read(
-        self,
-        method: bytes,
-        url: bytes,
-        version: str,
-        pairs: Sequence[tuple[bytes, bytes]],
-        keep_alive: bool,
-    ) -> Head:
-        """Check the headers of a request. Raises: Refused."""
-        shared = self._shared
-        routes, gate, scheme = shared.routes, shared.gate, shared.scheme
-        return Head(method, url, version, pairs, keep_alive, routes, gate, scheme)
 
     def whole(self, head: Head, body: bytes | memoryview) -> None:
         """Serve a whole request on a fast route."""

@@ -15,7 +15,7 @@ from wire.budget import Budget
 from wire.errors import Refusal
 from wire.exchange import Application
 from wire.gate import Gate
-from wire.head import FastRoutes, Head
+from wire.head import FastRoutes, Heads
 from wire.http2_fields import literals, status_field
 from wire.http2_head import Http2Head, Methods
 from wire.streams import Places
@@ -95,8 +95,8 @@ class Shared:
         self.header_timeout_s = header_timeout_s
         self.keep_alive_s = keep_alive_s
         self.write_timeout_s = write_timeout_s
-        self.head_cache: dict[bytes, Head] = {}
-        """Heads of HTTP/1.1 requests by header section: clients repeat it."""
+        self.heads = Heads(routes, self.gate, self.scheme, max_header_bytes)
+        """Of requests over HTTP/1.1."""
         self.block_cache: dict[bytes, Http2Head] = {}
         """Heads of HTTP/2 requests by header block."""
         self.turns = turns or Turns()
@@ -150,7 +150,7 @@ class Shared:
         start = self._starts.get(key)
         if start is None:
             if len(self._starts) >= _KNOWN_STARTS:
-                self._starts.clear()
+                del self._starts[next(iter(self._starts))]
             start = self._starts[key] = b"%s%scontent-type: %s\r\ncontent-length: %d\r\n" % (
                 status_line(status),
                 self.common_lines,
@@ -165,7 +165,7 @@ class Shared:
         block = self._blocks.get(key)
         if block is None:
             if len(self._blocks) >= _KNOWN_STARTS:
-                self._blocks.clear()
+                del self._blocks[next(iter(self._blocks))]
             fields = ((b"content-type", media_type), (b"content-length", b"%d" % length))
             start = status_field(status) + self.common_block
             block = self._blocks[key] = start + literals(fields)

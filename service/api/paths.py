@@ -105,6 +105,7 @@ POLICY = Policy(
     answer=lambda path, error: path_like(path.decode("latin-1")).error(error),
     status=status_of,
     headers=(TIMEOUT_HEADER.lower(), LENGTH_HEADER.lower()),
+    varying=(TIMEOUT_HEADER.lower(),),
     exposed=("x-model-version", "server-timing", LENGTH_HEADER.lower()),
 )
 """What the transport has to know of all that."""

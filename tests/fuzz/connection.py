@@ -227,8 +227,8 @@ class ConnectionTarget(Target):
         ways = [self._answers(way, door, loop) for way in ([data], pieces, [data])]
         for answers in ways[1:]:
             compare(ways[0], answers)
-        if len(door.head_cache) > 512:
-            raise Finding(f"{len(door.head_cache)} header sections are kept")
+        if len(door.heads.known) > 512:
+            raise Finding(f"{len(door.heads.known)} header sections are kept")
         self._compare_with_h11(data, ways[0])
 
     def _answers(self, pieces: list[bytes], door: HttpService, loop: Turns) -> list[Found]:

@@ -125,7 +125,7 @@ async def test_a_body_that_stalls_is_a_408_and_the_connection_is_closed(
             if known:
                 writer.write(head(b"Content-Length: 784\r\n") + one)
                 await reader.readuntil(b"]}]}")
-                assert served.door.head_cache
+                assert served.door.heads.known
             writer.write(head(b"Content-Length: 784\r\n") + sent)
             status, headers, error = await answer(reader)
         assert status == 408
