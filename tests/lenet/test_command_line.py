@@ -79,8 +79,6 @@ def test_a_flag_wins_over_its_variable(monkeypatch):
     [
         (["--heat", "300"], "--heat is '300', expected a whole number >= 50 and < 300"),
         (["--heat=7.5"], "--heat is '7.5', expected a whole number >= 50 and < 300"),
-        (["--heat="], "--heat is '', expected a whole number >= 50 and < 300"),
-        (["--max-wait-s", "0"], "--max-wait-s is '0', expected a number > 0 and <= 60"),
         (["--max-wait-s", "nan"], "--max-wait-s is 'nan', expected a number > 0 and <= 60"),
         (["--mode", "gas"], "--mode is 'gas', expected one of fan, grill"),
         (["--steam", "maybe"], "--steam is 'maybe', expected true or false"),
@@ -91,12 +89,9 @@ def test_a_flag_wins_over_its_variable(monkeypatch):
         (["--mode", "--steam"], "--mode is without a value, expected one of fan, grill (--help l"),
         (["--recipe"], "--recipe is without a value, expected one (--help lists every setting)"),
         (["--max-wait", "1"], "--max-wait is unknown; did you mean --max-wait-s? (--help lists e"),
-        (["--haet=1"], "--haet is unknown; did you mean --heat? (--help lists every setting)"),
-        (["--rec", "1"], "--rec is unknown; did you mean --recipe? (--help lists every setting)"),
         (["--wait", "1"], "--wait is unknown; did you mean --max-wait-s? (--help lists every set"),
         (["--xyzzy"], "--xyzzy is unknown (--help lists every setting)"),
         (["--dry-run", "true"], "true is unknown; settings begin with -- (--help lists"),
-        (["-m", "grill"], "-m is unknown; settings begin with -- (--help lists every setting)"),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_flag_value_and_expectation(arguments, message):
@@ -133,11 +128,6 @@ def test_a_word_stands_for_its_flag_wherever_it_is(line, recipe):
         ("--heat 90", "FILE is missing: oven FILE"),
         (
             "rye oat",
-            "got oat behind RECIPE, expected 1 argument; settings begin with -- "
-            "(--help lists every setting)",
-        ),
-        (
-            "--recipe rye oat",
             "got oat behind RECIPE, expected 1 argument; settings begin with -- "
             "(--help lists every setting)",
         ),

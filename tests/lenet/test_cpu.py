@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lenet.cpu import CpuBackend
-from lenet.model import ARCHITECTURES, ConvBlock, Model, Pool
+from lenet.model import ARCHITECTURES
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -40,19 +40,3 @@ def test_two_sessions_are_kept_and_no_third_when_weights_are_replaced(random_wei
     assert backend.session is replaced
     backend.load(first)
     assert backend.session is not session, "more than two sessions were kept"
-
-
-def test_a_network_has_one_graph_so_that_all_workers_compute_the_same_bits(
-    random_weights, monkeypatch
-):
-    opened, open_ = [], CpuBackend.open
-
-    def record(backend, content):
-        opened.append(content)
-        return open_(backend, content)
-
-    monkeypatch.setattr(CpuBackend, "open", record)
-    lenet = random_weights("lenet").model
-    wide = Model("wide", (ConvBlock(30, (5, 5), pool=Pool("max")), *lenet.blocks[1:]))
-    CpuBackend().load(random_weights(wide))
-    assert len(opened) == 1, "none is chosen by a measurement"

@@ -29,11 +29,6 @@ def operations(model):
     return [node.op_type for node in model.graph.node]
 
 
-def attributes(model, operation):
-    (node,) = [node for node in model.graph.node if node.op_type == operation]
-    return {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_graph_is_valid_onnx_when_the_architecture_is_named(random_weights, name):
     model = onnx_model(random_weights(name))
@@ -45,28 +40,7 @@ def test_the_graph_is_valid_onnx_when_the_architecture_is_named(random_weights, 
     assert shape == ["n", 28, 28]
 
 
-def test_every_field_of_a_block_reaches_the_graph_when_it_is_described(random_weights):
-    pool = Pool("average", (3, 2), (2, 1), (1, 0))
-    block = ConvBlock(3, (5, 4), (2, 1), (1, 2), (1, 3), activation=Activation("elu", 0.5))
-    weights = random_weights(
-        Model("m", (block, ConvBlock(2, (1, 1), activation=IDENTITY, pool=pool), LAST))
-    )
-    model = onnx_model(weights)
-    kinds = ["Cast", "Reshape", "Conv", "Elu", "Conv", "AveragePool", "Flatten", "Gemm", "Softmax"]
-    assert operations(model) == kinds
-    first = next(node for node in model.graph.node if node.op_type == "Conv")
-    found = {item.name: list(item.ints) for item in first.attribute}
-    assert found == {"strides": [2, 1], "pads": [1, 2, 1, 2], "dilations": [1, 3]}
-    assert attributes(model, "Elu") == {"alpha": 0.5}
-    assert attributes(model, "AveragePool") == {
-        "kernel_shape": [3, 2],
-        "strides": [2, 1],
-        "pads": [1, 0, 1, 0],
-        "count_include_pad": 1,
-    }
-
-
-@pytest.mark.parametrize("multiple", [3, 8, 16])
+@pytest.mark.parametrize("multiple", [3, 16])
 def test_padded_channels_change_no_logit(random_weights, multiple):
     sigmoid = Activation("sigmoid")  # of 0 it is 0.5, which the next layer must not read
     blocks = ConvBlock(17, (3, 3), activation=sigmoid, pool=Pool("max")), ConvBlock(21, (3, 3))

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
+from lenet.context import ExecutionContext, Target, open_backend
 from lenet.errors import InvalidWeightFile
 from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import MAX_FILE_BYTES, WeightFile
@@ -124,28 +125,6 @@ def test_tensors_cannot_be_exchanged_when_they_were_read(content, folder):
         found.tensors["dense1.bias"][0] = 0
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_the_old_file_stays_alone_when_writing_fails_in_the_middle(
-    random_weights, weights, tiny, tmp_path, monkeypatch, error, failing
-):
-    path = tmp_path / "1.safetensors"
-    weights.write(path)
-
-    def fail(*_):
-        raise error
-
-    if failing == "fsync":
-        monkeypatch.setattr(os, "fsync", fail)
-    else:
-        monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(type(error)):
-        random_weights(tiny, 9).write(path)
-    monkeypatch.undo()
-    assert path.read_bytes() == weights.to_bytes()
-    assert list(tmp_path.iterdir()) == [path]
-
-
 # --- what is no file, or no such file
 
 
@@ -183,7 +162,7 @@ def test_a_sparse_file_of_ten_gigabytes_is_rejected_unread(content, folder):
         ),
         (
             b"version https://git-lfs.github.com/spec/v1\n",
-            r"is not a safetensors file: it begins with 'version https://', expected the length "
+            "is not a safetensors file: it begins with 'version https://', expected the length "
             "of a JSON header, at most 1048576 bytes, and the header; it is a pointer of Git LFS: "
             "git lfs pull fetches the file",
         ),
@@ -235,8 +214,7 @@ def test_a_file_is_rejected_when_any_bit_is_flipped(content, folder):
 # --- tensors that are not the model's
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["dense1.weight", "dense1.bias", "golden.logits"])
+@pytest.mark.parametrize(("name", "value"), [("dense1.weight", np.nan), ("golden.logits", -np.inf)])
 def test_a_tensor_is_rejected_by_name_and_place_when_it_holds_no_number(
     content, folder, name, value
 ):
@@ -251,12 +229,9 @@ def test_a_tensor_is_rejected_by_name_and_place_when_it_holds_no_number(
     ("name", "tensor", "message"),
     [
         ("dense1.bias", np.zeros(11, np.float32), r"has shape (11,), expected (10,)"),
-        ("dense1.bias", np.zeros((10, 1), np.float32), r"has shape (10, 1), expected (10,)"),
-        ("dense1.bias", np.zeros((), np.float32), r"has shape (), expected (10,)"),
         ("dense1.weight", np.zeros((784, 10), np.float32), "has shape (784, 10), expected (10, 7"),
         ("dense1.bias", np.zeros(10, np.uint8), "has dtype uint8, expected float32"),
         ("golden.images", np.zeros((10, 28, 28), np.float32), "has dtype float32, expected uint8"),
-        ("golden.images", np.zeros((9, 28, 28), np.uint8), "has shape (9, 28, 28), expected (10,"),
         ("golden.labels", np.full(10, 10, np.uint8), "holds 10, expected classes 0 to 9"),
         ("golden.logits", np.zeros((10, 9), np.float32), "has shape (10, 9), expected (10, 10)"),
     ],
@@ -268,7 +243,7 @@ def test_a_tensor_is_rejected_by_name_when_it_is_not_the_models(
     assert found.startswith(f"tensor {name}: {message}")
 
 
-@pytest.mark.parametrize("name", ["dense1.weight", "dense1.bias", "golden.images", "golden.logits"])
+@pytest.mark.parametrize("name", ["dense1.bias", "golden.images"])
 def test_a_file_is_rejected_when_a_tensor_is_missing(content, folder, name):
     message = error(folder / "missing.safetensors", signed(content, drop=[name]))
     assert message == f"tensor {name}: missing"
@@ -287,8 +262,6 @@ def test_a_file_is_rejected_when_a_tensor_is_missing(content, folder, name):
         ({"model": "[" * 50_000}, "model: the description is not JSON"),
         ({"training": "{}"}, "metadata training cannot be read"),
         ({"training": "[]"}, "metadata training cannot be read"),
-        ({"training": "7"}, "metadata training cannot be read"),
-        ({"training": "["}, "metadata training cannot be read"),
         ({"training": "[" * 50_000}, "metadata training cannot be read"),
     ],
 )
@@ -302,15 +275,12 @@ def test_metadata_is_rejected_when_it_is_not_the_formats(content, folder, metada
     ("key", "value", "message"),
     [
         ("dataset_sha256", "0" * 63, "dataset_sha256 is .* expected 64 hex digits"),
-        ("dataset_sha256", int("1" * 64), "dataset_sha256 is .* expected 64 hex digits"),
         ("seed", -1, "seed is -1, expected an integer >= 0"),
-        ("seed", 1.5, "seed is 1.5"),
         ("seed", True, "seed is True"),
         ("command", None, "command is None, expected a string"),
         ("epochs", "3", "epochs is '3'"),
         ("accuracy", 1.01, "accuracy is 1.01, expected a number from 0.0 to 1.0"),
         ("accuracy", float("nan"), "accuracy is nan"),
-        ("accuracy", "0.99", "accuracy is '0.99'"),
         ("labels", list(range(10)), "labels is .*, expected different names of 1 to 100 printable"),
         ("labels", [*"01234567", "9", "9"], "expected different names"),
         ("labels", [*"012345678", "\n"], "expected different names"),
@@ -320,7 +290,6 @@ def test_metadata_is_rejected_when_it_is_not_the_formats(content, folder, metada
             [*"012345678"],
             "metadata labels are 9, expected 10 as model 'tiny' has classes",
         ),
-        ("labels", [*"0123456789a"], "metadata labels are 11, expected 10"),
         ("extra", 1, "metadata training cannot be read"),
     ],
 )
@@ -342,13 +311,12 @@ def test_a_file_is_rejected_when_its_model_still_has_batch_norm(random_weights, 
     assert message == "metadata model still has batch norm, expected it folded"
 
 
-@pytest.mark.parametrize("shape", [[1, 14, 14], [1, 56, 56], [3, 28, 28]])
-def test_a_file_is_rejected_when_its_model_takes_other_images(content, weights, folder, shape):
-    model = {**json.loads(weights.model.to_json()), "input": shape}
-    tensors = {"dense1.weight": np.zeros((10, int(np.prod(shape))), np.float32)}
+def test_a_file_is_rejected_when_its_model_takes_other_images(content, weights, folder):
+    model = {**json.loads(weights.model.to_json()), "input": [3, 28, 28]}
+    tensors = {"dense1.weight": np.zeros((10, 3 * 784), np.float32)}
     changed = signed(content, metadata={"model": json.dumps(model)}, tensors=tensors)
     message = error(folder / "input.safetensors", changed)
-    assert message == f"metadata model has input {tuple(shape)}, expected 784 pixels"
+    assert message == "metadata model has input (3, 28, 28), expected 784 pixels"
 
 
 def test_a_file_is_rejected_when_content_was_edited_after_it_was_signed(content, folder):
@@ -357,3 +325,15 @@ def test_a_file_is_rejected_when_content_was_edited_after_it_was_signed(content,
     edited = {**header, "__metadata__": {**header["__metadata__"], **changes}}
     message = error(folder / "edited.safetensors", assembled(edited, data))
     assert message == "metadata sha256 does not match the content: the file was damaged or edited"
+
+
+SHIPPED = sorted(Path(__file__).parents[2].glob("weights/*/*.safetensors"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_shipped_file_is_canonical_and_agrees_with_its_golden_logits(path):
+    weights = WeightFile.read(path)
+    assert weights.to_bytes() == path.read_bytes()
+    assert weights.model.name == path.parent.name
+    with ExecutionContext(open_backend(Target("cpu")), weights, 10) as context:
+        context.warm_up()

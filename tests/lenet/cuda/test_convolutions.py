@@ -3,11 +3,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from lenet.cuda import conv1
-from lenet.cuda.convolutions import Convolutions, Split, tiles
+from lenet.cuda.convolutions import Convolutions, Split
 from lenet.cuda.device import Limits
 from lenet.cuda.fused_network import MAX_ROWS, is_supported
 from lenet.model import (
@@ -95,38 +94,6 @@ def test_a_warp_has_as_few_channels_as_its_registers_hold(precision, largest, ro
     )
     split = both.split(rows, H100)
     assert -(-256 // (16 * split.slices * split.parts)) <= largest
-
-
-@pytest.mark.parametrize(("channels", "expected"), [(16, 2), (17, 3), (18, 3), (19, 4), (50, 7)])
-def test_two_channels_need_one_more_tile_and_three_need_two(channels, expected):
-    assert tiles(channels) == expected
-
-
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_a_lane_finds_the_second_filters_of_its_channels(mma, precision):
-    weight = mma.normal(50, 20, 5, 5)
-    found = convolutions("lenet", precision).pack_second(weight)
-    values = 8 if precision == "fp16" else 4  # of 16 bytes of a pixel
-    chunks = -(-20 // values)
-    assert found.shape == (-(-25 * chunks // 2), 7, 32, 2, values // 4)
-    step, tile, lane, half, value = np.indices(found.shape)
-    tap, part = np.divmod(2 * step + half, chunks)
-    c = part * values + lane % 4 * (values // 4) + value
-    column = lane // 4
-    k = tile // 2 * 16 + column // 2 * 4 + tile % 2 * 2 + column % 2
-    expected = mma.picked(weight, k, c, tap // 5, tap % 5)
-    np.testing.assert_array_equal(found, expected.astype(found.dtype))
-    assert found.flags.c_contiguous
-
-
-def test_a_lane_finds_the_first_filters_in_two_halves(mma):
-    weight = mma.normal(20, 1, 5, 5)
-    found = convolutions("lenet", "fp32").pack_first(weight)
-    assert found.shape == (2, 2, 3, 32, 4)
-    _, step, tile, lane, place = np.indices(found.shape)
-    k, column = mma.b(lane, place)
-    expected = mma.first_filter(weight, 16 * step[0] + k[0], tile[0] * 8 + column[0])
-    np.testing.assert_allclose(found.astype(float).sum(0), expected, rtol=2.0**-22, atol=2.0**-25)
 
 
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}

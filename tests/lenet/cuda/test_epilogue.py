@@ -33,20 +33,6 @@ def test_the_taps_of_a_maximum_are_counted_in_as_few_bytes_as_do():
     assert a_tail(Pool("average")).index is None
 
 
-@pytest.mark.parametrize(
-    ("c", "scalar", "tiles"),
-    [
-        (8, "__half", (1, 8)),
-        (16, "__half", (1, 16)),
-        (24, "__half", (1, 32)),
-        (32, "__half", (1, 32)),
-        (64, "float", (4, 16)),
-    ],
-)
-def test_channels_are_cut_into_tiles_of_up_to_four_vectors(c, scalar, tiles):
-    assert a_tail(c=c, scalar=scalar).tiles() == tiles
-
-
 def test_there_are_blocks_for_all_the_work_and_none_without():
     shape = a_tail()  # four vectors a pixel
     assert shape.blocks(0) == shape.blocks(64) == 1

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lenet.cuda.fused_network import CLUSTER, is_supported, macros, pack
+from lenet.cuda.fused_network import CLUSTER, is_supported, pack
 from lenet.model import (
     ARCHITECTURES,
     IDENTITY,
@@ -44,8 +44,19 @@ def test_other_networks_are_not_supported(blocks):
     assert not is_supported(Model("drawn", blocks), 90)
 
 
-def tensors_of(mma, model):
-    return {name: mma.normal(*shape) for name, shape in model.parameters().items()}
+def picked(tensor, *place):
+    """The elements of `tensor` at `place`, and 0 outside of it."""
+    place = np.broadcast_arrays(*place)
+    inside = np.all([(at >= 0) & (at < n) for at, n in zip(place, tensor.shape, strict=True)], 0)
+    return np.where(inside, tensor[tuple(np.where(inside, at, 0) for at in place)], 0)
+
+
+def tensors_of(model):
+    random = np.random.default_rng(3)
+    return {
+        name: random.normal(size=shape).astype(np.float32)
+        for name, shape in model.parameters().items()
+    }
 
 
 ODD = Model(
@@ -62,8 +73,8 @@ NETWORKS = [*(named(name).folded for name in ARCHITECTURES), ODD]
 
 
 @pytest.mark.parametrize("model", NETWORKS, ids=lambda model: model.name)
-def test_a_warp_finds_its_units_and_inputs(mma, model):
-    tensors = tensors_of(mma, model)
+def test_a_warp_finds_its_units_and_inputs(model):
+    tensors = tensors_of(model)
     found = pack(model, tensors)
     dense, logits = (shape.name for shape in model.shapes()[-2:])
     hidden = found["hidden"]
@@ -84,14 +95,14 @@ def test_a_warp_finds_its_units_and_inputs(mma, model):
         c, h, w = model.shapes()[1].output
         pixel, channel = np.divmod(at, -(-c // 8) * 8)
         i, j = np.divmod(pixel, w)
-        expected = mma.picked(weight.reshape(units, c, h, w), unit, channel, i, j)
+        expected = picked(weight.reshape(units, c, h, w), unit, channel, i, j)
     else:
-        expected = mma.picked(weight * np.float32(256 / 255), unit, at)
+        expected = picked(weight * np.float32(256 / 255), unit, at)
     np.testing.assert_array_equal(hidden, expected.astype(np.float16), strict=True)
     assert np.count_nonzero(expected) == units * inputs
 
     block, label, unit = np.indices(found["last"].shape)
-    expected = mma.picked(tensors[f"{logits}.weight"], label, block * share + unit)
+    expected = picked(tensors[f"{logits}.weight"], label, block * share + unit)
     np.testing.assert_array_equal(found["last"], expected.astype(np.float16), strict=True)
     np.testing.assert_array_equal(found["hidden_bias"][:units], tensors[f"{dense}.bias"])
     assert found["hidden_bias"].shape == (share * blocks,)
@@ -103,38 +114,24 @@ def test_a_warp_finds_its_units_and_inputs(mma, model):
 @pytest.mark.parametrize(
     "model", [m for m in NETWORKS if len(m.blocks) == 4], ids=lambda model: model.name
 )
-def test_a_block_finds_its_filters(mma, model):
-    tensors = tensors_of(mma, model)
+def test_a_block_finds_its_filters(model):
+    tensors = tensors_of(model)
     found = pack(model, tensors)
     for name, of in (("first", "conv1"), ("second", "conv2")):
         weight = tensors[f"{of}.weight"]
         tile, step, lane, place = np.indices(found[name].shape)
-        k, column = mma.b(lane, place)
+        k, column = 16 * step + 8 * (place // 2) + 2 * (lane % 4) + place % 2, 8 * tile + lane // 4
+        # The first filters have an even number of taps in a row, the second whole tiles of inputs.
+        width, c = -(-weight.shape[3] // 2) * 2, -(-weight.shape[1] // 8) * 8
         if name == "first":
-            expected = mma.first_filter(weight, 16 * step + k, 8 * tile + column)
+            place, scale = (column, 0, *np.divmod(k, width)), np.float32(256 / 255)
         else:
-            c, s = -(-weight.shape[1] // 8) * 8, weight.shape[3]
-            tap, channel = np.divmod(16 * step + k, c)
-            expected = mma.picked(weight, 8 * tile + column, channel, tap // s, tap % s)
+            tap, channel = np.divmod(k, c)
+            place, scale = (column, channel, *np.divmod(tap, weight.shape[3])), 1
+        expected = picked(weight * scale, *place)
         np.testing.assert_array_equal(found[name], expected.astype(np.float16), strict=True)
         assert np.count_nonzero(expected) == weight.size
         bias = found[f"{name}_bias"]
         assert bias.shape == (8 * len(found[name]),)
         np.testing.assert_array_equal(bias[: len(weight)], tensors[f"{of}.bias"])
         assert not bias[len(weight) :].any()
-
-
-def test_the_parameter_of_the_activations_is_a_macro():
-    pooled = {"pool": HALVED, "activation": Activation("clipped_relu", 6.0)}
-    blocks = (ConvBlock(8, (5, 5), **pooled), ConvBlock(8, (3, 3), pool=HALVED))
-    model = Model("drawn", (*blocks, DenseBlock(30), LOGITS))
-    assert is_supported(model, 90)
-    assert macros(model)["PARAMETER"] == 6.0
-
-
-def test_the_arguments_of_the_kernel_come_in_their_order(mma):
-    convolutions = ["first", "first_bias", "second", "second_bias"]
-    dense = ["hidden", "hidden_bias", "last", "last_bias"]
-    for model in (named("lenet").folded, named("mlp").folded):
-        names = list(pack(model, tensors_of(mma, model)))
-        assert names == (convolutions if len(model.blocks) == 4 else []) + dense

@@ -13,16 +13,6 @@ TURING = Limits(75, 65_536, 40)
 HOPPER = Limits(90, 232_448, 132)
 
 
-def test_the_first_two_convolutions_are_packed_for_their_kernel_where_there_is_one(random_weights):
-    file = random_weights("lenet")
-    for precision, halves, dtype in (("fp16", 1, np.float16), ("fp32", 2, np.float32)):
-        packed = pack(file, precision, HOPPER)
-        assert packed["conv1.weight"].shape == (halves, 2, 3, 32, 4)
-        assert packed["conv2.weight"].shape[1:4] == (7, 32, 2)
-        assert packed["conv2.weight"].dtype == dtype
-        assert packed["conv1.bias"].dtype == packed["conv2.bias"].dtype == np.float32
-
-
 def test_a_network_with_more_classes_than_a_warp_has_lanes_is_rejected_by_name():
     check(Model("digits", (DenseBlock(MAX_CLASSES, activation=IDENTITY),)))
     letters = Model("letters", (DenseBlock(MAX_CLASSES + 1, activation=IDENTITY),))
@@ -36,24 +26,6 @@ def test_a_convolution_of_another_image_is_rejected_by_name():
     check(Model("plain", (ConvBlock(8, (3, 3)), last)))
     with pytest.raises(BackendUnavailable, match=r"model 'deep' has .* image of \(4, 7, 28\)"):
         check(Model("deep", (ConvBlock(8, (3, 3)), last), (4, 7, 28)))
-
-
-@pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
-@pytest.mark.parametrize("name", ["lenet", "mlp"])
-def test_weights_have_the_networks_type_and_biases_that_of_whoever_adds_them(
-    name, precision, random_weights
-):
-    file = random_weights(name)
-    packed = pack(file, precision, TURING)
-    assert set(packed) == set(file.model.parameters())
-    half = precision == "fp16"
-    last = f"dense{sum(isinstance(block, DenseBlock) for block in file.model.blocks)}"
-    assert packed[f"{last}.weight"].dtype == (np.float16 if half else np.float32)
-    assert packed[f"{last}.bias"].dtype == np.float32
-    assert packed["dense1.bias"].dtype == (np.float16 if half else np.float32)
-    if name == "lenet":
-        assert packed["conv1.weight"].dtype == np.float16
-        assert packed["conv1.bias"].dtype == packed["conv2.bias"].dtype == np.float32
 
 
 def test_a_first_layer_that_takes_unpacked_pixels_has_their_scale_in_its_weights(random_weights):

@@ -1,16 +1,17 @@
-// Stands in for lenet/cuda/ptx.cuh where there is no GPU: a thread of the host for each thread of a
-// block, whose warps meet where the instructions of ptx.cuh need all lanes. The program ends where
-// load_matrices or copy_async get an address that is not aligned, or not in the block's shared
-// memory. Other accesses are not checked. Not for clusters.
+// Stands in for lenet/cuda/ptx.cuh where there is no GPU: a coroutine for each thread of a block,
+// which runs until it waits for others: at a barrier, and where the instructions of ptx.cuh need
+// all lanes of a warp. So a value that is read before the barrier behind its store is not there
+// yet. The program ends where all threads wait, and where load_matrices or copy_async get an
+// address that is not aligned, or not in the block's shared memory. Other accesses are not checked.
+// Not for clusters.
 
 #pragma once
-#include <atomic>
-#include <barrier>
+#include <ucontext.h>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #define __device__
@@ -22,8 +23,7 @@
 struct Dimensions {
     unsigned x, y, z;
 };
-inline thread_local Dimensions threadIdx, blockIdx;
-inline Dimensions gridDim, blockDim;
+inline Dimensions threadIdx, blockIdx, gridDim, blockDim;
 
 struct alignas(8) int2 {
     int x, y;
@@ -41,10 +41,14 @@ struct alignas(16) float4 {
     float x, y, z, w;
 };
 inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline void __stcg(uint4* to, uint4 value) { *to = value; }
+template <typename Vector>
+void __stcg(Vector* to, Vector value) {
+    *to = value;
+}
 inline int min(int a, int b) { return a < b ? a : b; }
 
 template <typename To, typename From>
@@ -56,23 +60,53 @@ To bits(From from) {
 }
 
 constexpr size_t SHARED_BYTES = 232448;  // of a block, on Hopper
+constexpr size_t STACK_BYTES = 1 << 17;
 extern uint4 shared[];
+
+struct Thread {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
+    std::vector<std::pair<void*, const void*>> copies_under_way;
+    bool is_done = false;
+};
+inline std::vector<Thread> threads;
+inline ucontext_t scheduler;
+inline std::function<void()> kernel_of_thread;
+inline bool has_moved;  // since the scheduler began its round
+
+inline void run_thread() {
+    kernel_of_thread();
+    threads[threadIdx.x].is_done = has_moved = true;
+    swapcontext(&threads[threadIdx.x].context, &scheduler);
+}
+
+struct Barrier {
+    int expected, arrived = 0;
+    unsigned phase = 0;
+
+    void arrive_and_wait() {
+        const unsigned own = phase;
+        has_moved = true;
+        if (++arrived == expected) arrived = 0, ++phase;
+        while (phase == own) swapcontext(&threads[threadIdx.x].context, &scheduler);
+    }
+};
 
 // The meeting of a warp: its barrier, and what the lanes show each other.
 struct Meeting {
-    std::barrier<> barrier{32};
+    Barrier barrier{32};
     unsigned words[32][4];
     unsigned others[32][2];
     const char* rows[32];
 };
-inline std::vector<std::unique_ptr<Meeting>> warps;
-inline std::vector<std::unique_ptr<std::barrier<>>> barriers;
+inline std::vector<Meeting> warps;
+inline std::vector<Barrier> barriers;
 
-inline Meeting& meeting() { return *warps[threadIdx.x / 32]; }
+inline Meeting& meeting() { return warps[threadIdx.x / 32]; }
 inline int own_lane() { return threadIdx.x % 32; }
 inline void __syncwarp() { meeting().barrier.arrive_and_wait(); }
-inline void __syncthreads() { barriers[0]->arrive_and_wait(); }
-inline void barrier(int number, int) { barriers[number]->arrive_and_wait(); }
+inline void __syncthreads() { barriers[0].arrive_and_wait(); }
+inline void barrier(int number, int) { barriers[number].arrive_and_wait(); }
 
 inline void check(const void* address, size_t bytes, bool in_shared) {
     const auto* first = static_cast<const char*>(address);
@@ -143,7 +177,8 @@ inline void split(unsigned value, unsigned& high, unsigned& low) {
 
 inline void __threadfence() {}
 inline unsigned atomicAdd(unsigned* at, unsigned value) {
-    return std::atomic_ref<unsigned>(*at).fetch_add(value);
+    *at += value;
+    return *at - value;
 }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 using std::isfinite;
@@ -162,36 +197,40 @@ inline void load_matrices(const char* row, unsigned (&words)[4]) {
 }
 
 // Copies as late as they may be: when the thread waits for them.
-inline thread_local std::vector<std::pair<void*, const void*>> copies_under_way;
-
 inline void copy_async(void* to, const void* from) {
     check(to, 16, true), check(from, 16, false);
-    copies_under_way.push_back({to, from});
+    threads[threadIdx.x].copies_under_way.push_back({to, from});
 }
 inline void wait_for_copies() {
-    for (const auto& [to, from] : copies_under_way) memcpy(to, from, 16);
-    copies_under_way.clear();
+    auto& copies = threads[threadIdx.x].copies_under_way;
+    for (const auto& [to, from] : copies) memcpy(to, from, 16);
+    copies.clear();
 }
 
 // Runs the blocks one after another. Their shared memory begins as NaN, which nothing may use.
-template <typename Kernel>
-void run_blocks(Dimensions grid, int threads, int named_barriers, int team_threads, Kernel kernel) {
-    gridDim = grid, blockDim = {threads, 1, 1};
-    for (int y = 0; y < grid.y; ++y) {
-        for (int x = 0; x < grid.x; ++x) {
-            memset(shared, 0xff, SHARED_BYTES);
-            warps.clear(), barriers.clear();
-            for (int k = 0; k < threads / 32; ++k) warps.push_back(std::make_unique<Meeting>());
-            barriers.push_back(std::make_unique<std::barrier<>>(threads));
-            for (int k = 0; k < named_barriers; ++k)
-                barriers.push_back(std::make_unique<std::barrier<>>(team_threads));
-            std::vector<std::thread> running;
-            for (int thread = 0; thread < threads; ++thread)
-                running.emplace_back([=] {
-                    threadIdx = {thread, 0, 0}, blockIdx = {x, y, 0};
-                    kernel();
-                });
-            for (auto& one : running) one.join();
+inline void run_blocks(Dimensions grid, int count, int named_barriers, int team_threads,
+                       std::function<void()> kernel) {
+    gridDim = grid, blockDim = {static_cast<unsigned>(count), 1, 1};
+    kernel_of_thread = std::move(kernel);
+    for (unsigned block = 0; block < grid.x * grid.y; ++block) {
+        blockIdx = {block % grid.x, block / grid.x, 0};
+        memset(shared, 0xff, SHARED_BYTES);
+        warps.assign(count / 32, {}), barriers.assign(1, {count});
+        barriers.resize(1 + named_barriers, {team_threads});
+        threads = std::vector<Thread>(count);
+        for (Thread& thread : threads) {
+            getcontext(&thread.context);
+            thread.context.uc_stack = {thread.stack.get(), 0, STACK_BYTES};
+            makecontext(&thread.context, run_thread, 0);
         }
+        do {
+            has_moved = false;
+            for (threadIdx = {0, 0, 0}; threadIdx.x < count; ++threadIdx.x)
+                if (!threads[threadIdx.x].is_done)
+                    swapcontext(&scheduler, &threads[threadIdx.x].context);
+        } while (has_moved);
+        for (const Thread& thread : threads)
+            if (!thread.is_done) abort();  // all wait for each other
     }
+    threads.clear();
 }
