@@ -67,8 +67,10 @@ class Plan(Protocol):
         """Compute `images`, uint8 (n, 28, 28), 1 <= n <= rows, and wait for the result."""
         ...
 
-    def launch(self, images: Sequence[Images]) -> Pending | None:
+    def launch(self, images: Sequence[Images]) -> BatchResult | Pending | None:
         """Start a batch without waiting, from any thread; None if only `run` is supported.
+
+        A result is one that was computed at once.
 
         `images`: its parts, each uint8 (n, 28, 28), which the caller may change from then on.
         A backend computes one batch at a time: wait for it before the next `launch` or `run`.

@@ -154,21 +154,17 @@ class ExecutionContext:
     def __init__(self, backend: Backend, weights: WeightFile, largest: int) -> None:
         self._thread = threading.get_ident()
         self._backend = backend
-        self._weights = weights
+        self.weights = weights
+        """The weights of the next batch; to be read only."""
         self._buckets = buckets(largest)
         self._plans: Mapping[int, Plan] = {}
         self._golden_errors: dict[WeightFile, float] = {}  # of the served and the staged weights
         self._open = True
 
     @property
-    def weights(self) -> WeightFile:
-        """The weights of the next batch."""
-        return self._weights
-
-    @property
     def golden_error(self) -> float:
         """The largest difference from the golden logits, relative to the largest of them."""
-        return self._golden_errors[self._weights]
+        return self._golden_errors[self.weights]
 
     @property
     def tolerance(self) -> float:
@@ -199,8 +195,8 @@ class ExecutionContext:
     def warm_up(self) -> None:
         """Build the plan of every bucket, run each once and validate the weights."""
         self._check()
-        self._plans = self._backend.plans(self._weights, self._buckets)
-        self._golden_errors = {self._weights: self._validate(self._weights)}
+        self._plans = self._backend.plans(self.weights, self._buckets)
+        self._golden_errors = {self.weights: self._validate(self.weights)}
 
     @span("run")
     def run(self, images: Images) -> BatchResult:
@@ -208,8 +204,10 @@ class ExecutionContext:
         self._check()
         return self._plan(len(images)).run(images)
 
-    def launch(self, images: Sequence[Images]) -> Pending | None:
+    def launch(self, images: Sequence[Images]) -> BatchResult | Pending | None:
         """Start a batch without waiting, from any thread; None if only `run` is supported.
+
+        A batch that takes less time than handing it on is computed at once.
 
         `images`: its parts, each uint8 (n, 28, 28). Call no other method until the batch is done.
 
@@ -242,17 +240,17 @@ class ExecutionContext:
             InvalidModel: the architecture differs from that of the served weights.
         """
         self._check()
-        if weights.model.fingerprint() != self._weights.model.fingerprint():
+        if weights.model.fingerprint() != self.weights.model.fingerprint():
             raise InvalidModel(
                 f"model {weights.model.name!r} has another architecture than the served "
-                f"{self._weights.model.name!r}; load it as a model of its own"
+                f"{self.weights.model.name!r}; load it as a model of its own"
             )
         try:
             self._backend.load(weights)
             error = self._validate(weights)
         finally:
-            self._backend.load(self._weights)
-        self._golden_errors = {self._weights: self.golden_error, weights: error}
+            self._backend.load(self.weights)
+        self._golden_errors = {self.weights: self.golden_error, weights: error}
 
     def replace_weights(self, weights: WeightFile) -> None:
         """Serve `weights` from the next batch on; on any error the old ones stay.
@@ -268,10 +266,10 @@ class ExecutionContext:
             self.stage(weights)
         try:
             self._backend.load(weights)
-            self._weights = weights
+            self.weights = weights
         finally:
-            if self._weights is not weights:
-                self._backend.load(self._weights)
+            if self.weights is not weights:
+                self._backend.load(self.weights)
 
     def close(self) -> None:
         """Free everything. Closing twice is allowed."""

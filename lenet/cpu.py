@@ -33,21 +33,6 @@ costs a lone request about as much as the network; a longer one would block the 
 
 
 @dataclass(slots=True)
-class Computed:
-    """A batch that was computed when it was launched; see `lenet.backend.Pending`."""
-
-    _result: BatchResult
-
-    def done(self) -> bool:
-        """True."""
-        return True
-
-    def result(self) -> BatchResult:
-        """See `lenet.backend.Pending.result`."""
-        return self._result
-
-
-@dataclass(slots=True)
 class CpuPlan:
     """A plan without padding. All plans of a backend share its session."""
 
@@ -63,9 +48,9 @@ class CpuPlan:
         (probabilities,) = self._backend.session.run([PROBABILITIES], {IMAGES: images})
         return BatchResult(probabilities, len(images), captured=False)
 
-    def launch(self, images: Sequence[Images]) -> Computed | None:
+    def launch(self, images: Sequence[Images]) -> BatchResult | None:
         """Compute a quick batch at once; None for a longer one, which `run` is for."""
-        return Computed(self.run(joined(images))) if self._quick else None
+        return self.run(joined(images)) if self._quick else None
 
     def logits(self, images: Images) -> Logits:
         """See `lenet.backend.Plan.logits`."""

@@ -54,7 +54,7 @@ class Batcher:
         pool: ContextPool,
         metrics: Metrics,
         version: ModelVersion,
-        busy_poll: BusyPoll,
+        busy_poll: BusyPoll | None,
         deadlines: Deadlines,
         clock: Callable[[], float],
         overlap_rows: int = 0,
@@ -102,10 +102,7 @@ class Batcher:
         if nvtx.active:
             request.queue_range = nvtx.begin("queue")
         self._deadlines.add(request, self._expire)
-        # Not at once: every request that arrives in this turn of the loop joins the batch.
-        if not self._dispatching:
-            self._dispatching = True
-            self._loop.call_soon(self._dispatch)
+        self._schedule()
 
     def cancel(self, request: Work) -> None:
         """Nobody waits for `request` any more: take its waiting rows out of the queue."""
@@ -181,13 +178,15 @@ class Batcher:
             self._schedule()  # rows may have waited for this context
 
     def _schedule(self) -> None:
-        if not self._dispatching and len(self._queue):
+        """Dispatch soon: every request that arrives in this turn of the loop joins the batch."""
+        if not self._dispatching:
             self._dispatching = True
             self._loop.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
         before, self._waiting = self._waiting, len(self._queue)
-        if self._waiting > before + 1 and not self._overlap_rows and not self._queue.is_full:
+        has_room = self._queue.rows < self._queue.max_batch_rows
+        if self._waiting > before + 1 and not self._overlap_rows and has_room:
             # Nothing is read while a batch is computed on the loop: those that arrived while these
             # were read come first. 5 % more requests a second from 32 connections. Not if as many
             # left again: then this could go on for ever.
@@ -222,8 +221,13 @@ class Batcher:
             self.pool.release(worker)
             self._note_idle()
             return
+        parts = [
+            work.images if stop - start == work.rows else work.images[start:stop]
+            for work, start, stop in cut.segments
+        ]
+        weights = cut.segments[0][0].version.weights
         try:
-            worker.run(cut.images(), cut.version.weights, partial(self._finish, worker, cut))
+            worker.run(parts, weights, partial(self._finish, worker, cut))
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
             self._finish(worker, cut, exc)
             return
@@ -234,9 +238,10 @@ class Batcher:
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
         self.pool.release(worker)
-        if not self._overlap_rows or isinstance(outcome, Exception):
+        if self._queue.rows and (not self._overlap_rows or isinstance(outcome, Exception)):
             self._schedule()
         now, result = self._clock(), None
+        key = cut.segments[0][0].version.key
         try:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -249,8 +254,7 @@ class Batcher:
             # One sum: each row is looked at only where it is not finite.
             finite = math.isfinite(np.add.reduce(outcome.probabilities, axis=None))
             if not finite:
-                name, number = cut.version.key
-                _log.error("a batch of model %s version %s: %s", name, number, _NOT_FINITE)
+                _log.error("a batch of model %s version %s: %s", *key, _NOT_FINITE)
             for request, start, stop in cut.segments:
                 rows = stop - start
                 if not finite and not np.isfinite(outcome.probabilities[row : row + rows]).all():
@@ -258,15 +262,16 @@ class Batcher:
                 elif request.waits and request.deliver(start, rows, batch, row, now):
                     self._answer(request, None)
                 row += rows
-            self._busy_poll.extend()
+            if self._busy_poll is not None:
+                self._busy_poll.extend()
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
             self._fail_batch(cut, exc)
         try:
-            key, compute_s = cut.version.key, now - cut.now_s
-            self._metrics.batch_ended(key, cut.rows, cut.reason, compute_s, result)
+            self._metrics.batch_ended(key, cut.rows, cut.reason, now - cut.now_s, result)
         except Exception:  # noqa: BLE001 - its requests are answered all the same
             _log.exception("a batch was not counted")
-        self._note_idle()
+        if self._idle is not None:
+            self._note_idle()
 
     def _expire(self, request: Work) -> None:
         if dropped := self._queue.discard(request):
@@ -318,7 +323,7 @@ class Batcher:
                 self._older_done.set_result(None)
 
     def _note_idle(self) -> None:
-        if self._idle is not None and not len(self._queue) and not self._in_flight:
+        if self._idle is not None and not self._queue.rows and not self._in_flight:
             self._idle.set()
 
 

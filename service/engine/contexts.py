@@ -44,9 +44,11 @@ _Job: TypeAlias = tuple[Callable[[ExecutionContext], Any], Callable[[Any], None]
 class Worker:
     """One thread and the context that `make_context` makes on it, on device number `device`.
 
-    `begun` and `done` count batches and other work; `opening_s` and `warm_up_s` are the times of
-    the two halves of `open`.
+    `context` is there once it is open, to be read only. `begun` and `done` count batches and other
+    work; `opening_s` and `warm_up_s` are the times of the two halves of `open`.
     """
+
+    context: ExecutionContext
 
     def __init__(self, make_context: MakeContext, name: str, device: int, on_lost: OnLost) -> None:
         self.name = name
@@ -56,7 +58,6 @@ class Worker:
         self._make_context = make_context
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
-        self._context: ExecutionContext | None = None
         self._idle = asyncio.Event()  # no launched batch is in flight
         self._idle.set()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -67,12 +68,6 @@ class Worker:
         """Start the thread, make the context and warm it up."""
         self._thread.start()
         await self._opened
-
-    @property
-    def context(self) -> ExecutionContext:
-        """The warm context, to be read only."""
-        assert self._context is not None, "bug: not opened"
-        return self._context
 
     def run(self, images: Sequence[Images], weights: WeightFile, on_done: OnDone) -> None:
         """Start a batch, computed with `weights`, which this context validated.
@@ -86,7 +81,7 @@ class Worker:
             DeviceError: the batch cannot be started; `on_done` is not called.
         """
         context = self.context
-        pending: Pending | None = None
+        pending: BatchResult | Pending | None = None
         if context.weights is weights:
             try:
                 pending = context.launch(images)
@@ -119,17 +114,20 @@ class Worker:
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            state = "is still warming up" if self._context is None else "hangs"
+            state = "hangs" if self._opened.done() else "is still warming up"
             _log.error("%s %s: not closed after %g s", self.name, state, CLOSE_TIMEOUT_S)
 
-    def _poll(self, pending: Pending, on_done: OnDone) -> None:
+    def _poll(self, pending: BatchResult | Pending, on_done: OnDone) -> None:
         """Poll in every turn of the event loop until the batch is done."""
         outcome: BatchResult | Exception
         try:
-            if not pending.done():
+            if isinstance(pending, BatchResult):
+                outcome = pending
+            elif pending.done():
+                outcome = pending.result()
+            else:
                 self._loop.call_soon(self._poll, pending, on_done)
                 return
-            outcome = pending.result()
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
             self._report_loss(exc)
             outcome = exc
@@ -158,7 +156,7 @@ class Worker:
                     self._post(partial(_resolve, self._opened), exc)
                     return
                 self.opening_s, self.warm_up_s = made - started, time.perf_counter() - made
-                self._context = context
+                self.context = context
                 self._post(partial(_resolve, self._opened), None)
                 self._work(context)
         except DeviceError as exc:
@@ -333,11 +331,10 @@ class BusyPoll:
 
     def extend(self) -> None:
         """Restart the time: a request was answered, and more may follow."""
-        if self._seconds:
-            self._until_s = time.perf_counter() + self._seconds
-            if not self._turning:
-                self._turning = True
-                self._loop.call_soon(self._turn)
+        self._until_s = time.perf_counter() + self._seconds
+        if not self._turning:
+            self._turning = True
+            self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
         if time.perf_counter() < self._until_s:

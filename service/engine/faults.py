@@ -53,7 +53,7 @@ class FaultyContext(ExecutionContext):
         super().__init__(backend, weights, largest)
         self._faults = faults
 
-    def launch(self, images: Sequence[Images]) -> Pending | None:
+    def launch(self, images: Sequence[Images]) -> BatchResult | Pending | None:
         """None for a batch with a fault, which strikes on the context's own thread."""
         return None if self._faults.waiting else super().launch(images)
 

@@ -85,7 +85,8 @@ class Models:
         self._config = config
         self._metrics = metrics
         self._deadlines = deadlines
-        self._busy_poll = BusyPoll(config.placement.busy_poll_s)
+        busy_poll_s = config.placement.busy_poll_s
+        self._busy_poll = BusyPoll(busy_poll_s) if busy_poll_s else None
         self._staging: Staging | None = None
         self._opening = threading.Lock()
         """Contexts of several devices are opened at the same time."""

@@ -145,21 +145,9 @@ class Cut:
     now_s: float
 
     @property
-    def version(self) -> ModelVersion:
-        """The version that computes the batch."""
-        return self.segments[0][0].version
-
-    @property
     def requests(self) -> list[Work]:
         """The requests with rows in the batch."""
         return [work for work, _, _ in self.segments]
-
-    def images(self) -> list[Images]:
-        """The batch in parts, uint8 (n, 28, 28), one of each request."""
-        return [
-            work.images if stop - start == work.rows else work.images[start:stop]
-            for work, start, stop in self.segments
-        ]
 
 
 class BatchQueue:
@@ -181,25 +169,16 @@ class BatchQueue:
 
     def __init__(self, max_batch_rows: int, max_queue_rows: int, max_wait_s: float = 0.0) -> None:
         assert max_batch_rows > 0, "bug: a batch must hold a row"
-        self._max_batch_rows = max_batch_rows
+        self.max_batch_rows = max_batch_rows
         self._max_queue_rows = max_queue_rows
         self._max_wait_s = max_wait_s
         self._patience_rows = int(_PATIENCE * max_queue_rows)
         self._few_rows = int(_FEW * max_batch_rows)
         self._whole: OrderedDict[Work, None] = OrderedDict()
         self._split: OrderedDict[Work, None] = OrderedDict()  # of which parts have left
-        self._rows = 0
-        self._cut_rows = 0  # ever
-
-    @property
-    def rows(self) -> int:
+        self.rows = 0
         """Rows waiting."""
-        return self._rows
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the rows that wait fill a batch."""
-        return self._rows >= self._max_batch_rows
+        self._cut_rows = 0  # ever
 
     def __len__(self) -> int:
         return len(self._whole) + len(self._split)
@@ -214,16 +193,16 @@ class BatchQueue:
             Overloaded: there is no room for its rows.
         """
         rows = len(images)
-        if self._rows + rows > self._max_queue_rows:
+        if self.rows + rows > self._max_queue_rows:
             raise Overloaded(
-                f"{self._rows} images wait and {rows} more would pass the limit of "
+                f"{self.rows} images wait and {rows} more would pass the limit of "
                 f"{self._max_queue_rows}; try again later or send fewer at a time",
                 retry_after_s=1,
             )
         request.begin(images, version, now_s)
         self._whole[request] = None
-        self._rows += rows
-        request.expected_rows = self._cut_rows + self._rows
+        self.rows += rows
+        request.expected_rows = self._cut_rows + self.rows
 
     def discard(self, request: Work) -> int:
         """Remove what still waits of `request`; returns how many rows that was."""
@@ -232,15 +211,15 @@ class BatchQueue:
             return 0
         del waiting_in[request]
         waiting = request.rows - request.cut_rows
-        self._rows -= waiting
+        self.rows -= waiting
         return waiting
 
     def cut_due_s(self) -> float | None:
         """Time from which `cut` is due, perhaps in the past; None if nothing waits."""
-        if not self._rows:
+        if not self.rows:
             return None
-        first = next(iter(self)).arrived_s
-        return first if self.is_full else first + self._max_wait_s
+        first_s = next(iter(self._split or self._whole)).arrived_s
+        return first_s if self.rows >= self.max_batch_rows else first_s + self._max_wait_s
 
     def cut(self, now_s: float, *, draining: bool = False) -> Cut:
         """Take the next batch out, of at most `max_batch_rows` rows, and drop the late requests."""
@@ -249,9 +228,9 @@ class BatchQueue:
             reason = "drain"
         segments: list[Segment] = []
         late: list[Work] = []
-        most, whole, split = self._max_batch_rows, self._whole, self._split
+        most, whole, split = self.max_batch_rows, self._whole, self._split
         room = most
-        while self._rows and room:
+        while self.rows and room:
             request = self._next() if split else next(iter(whole))
             if request.deadline_s <= now_s:
                 self.discard(request)
@@ -269,7 +248,7 @@ class BatchQueue:
             request.cut_rows = stop
             cut_rows = stop - start
             room -= cut_rows
-            self._rows -= cut_rows
+            self.rows -= cut_rows
             self._cut_rows += cut_rows
             if not start:
                 request.first_cut_s = now_s
@@ -280,7 +259,7 @@ class BatchQueue:
                 del split[request]
         if not room:
             reason = "full"
-        return Cut(segments, late, self._max_batch_rows - room, reason, now_s)
+        return Cut(segments, late, self.max_batch_rows - room, reason, now_s)
 
     def _next(self) -> Work:
         """The request that comes next, where one is split."""

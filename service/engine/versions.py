@@ -43,14 +43,12 @@ class ModelVersion:
     read_at: float = field(default_factory=time.time)
     key: ModelKey = field(init=False)
     """Name and version: the labels of the metrics."""
+    labels: tuple[str, ...] = field(init=False)
+    """The names of its classes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", (self.name, self.version))
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of its classes."""
-        return self.weights.training.labels
+        object.__setattr__(self, "labels", self.weights.training.labels)
 
 
 class Listed(NamedTuple):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lenet.backend import BatchResult
 from service.engine.batcher import Batcher
-from service.engine.contexts import BusyPoll, ContextPool
+from service.engine.contexts import ContextPool
 from service.engine.deadlines import RESOLUTION_S, Deadlines
 from service.engine.queue import BatchQueue
 from service.errors import (
@@ -252,7 +252,7 @@ class BatcherSetup:
         await self.pool.open()
         self.watcher = Watcher()
         self.batcher = Batcher(
-            *(self.queue, self.pool, self.watcher, self.first, BusyPoll(0.0)),
+            *(self.queue, self.pool, self.watcher, self.first, None),
             *(Deadlines(), self.loop.time, self.overlap_rows),
         )
         self.complaints: list[BaseException] = []
