@@ -216,9 +216,6 @@ class Exchange:
     def cancel(self) -> None:
         """Nobody waits for the answer."""
 
-    def closed(self) -> None:
-        """The stream has ended."""
-
     def body_timeout_s(self) -> float:
         """How long the client may send nothing of the body."""
         return self.writer.peer.keep_alive_s

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from wire.errors import (
     InvalidInput,
@@ -27,12 +27,14 @@ from wire.errors import (
     WrongCompressedFlag,
     shown,
 )
-from wire.exchange import Exchange, Writer
+from wire.exchange import Exchange
 from wire.grpc_status import OK, Status
 from wire.head import FastCall
 from wire.http2_fields import literals, status_field
-from wire.ids import Ids
-from wire.streams import Places
+
+if TYPE_CHECKING:
+    from wire.http2_exchanges import Http2Exchanges
+    from wire.http2_head import Http2Head
 
 _log = logging.getLogger(__name__)
 
@@ -141,46 +143,12 @@ class Call(Protocol):
         ...
 
 
-class CallWriter(Writer, Protocol):
-    """Writes the answers of calls, too, whose headers and trailers are blocks of HTTP/2."""
-
-    places: Places
-    active_s: float
-    """When the client was last heard of."""
-
-    def begin(self, exchange: Exchange, block: bytes, end: bool = False) -> None:
-        """The headers of an answer; `end`: that is all of it."""
-        ...
-
-    def end_call(self, exchange: Exchange, trailers: bytes) -> None:
-        """The end of an answer that has begun."""
-        ...
-
-    def answer_whole(self, exchange: Exchange, block: bytes, body: bytes, trailers: bytes) -> None:
-        """A whole answer."""
-        ...
-
-    def is_read(self, exchange: Exchange) -> bool:
-        """Whether the client takes what is written."""
-        ...
-
-
-class CallHead(Protocol):
-    """The head of a call."""
-
-    path: bytes
-    ids: Ids
-    error: Refusal | None
-    method_of_grpc: Method | None
-    encoding: str
-    wanted: Any
-
-
 class GrpcStream(Exchange):
     """A call of gRPC: takes messages out of its stream, and writes answers to it."""
 
-    writer: CallWriter
-    head: CallHead
+    writer: Http2Exchanges
+    head: Http2Head
+    is_limited = False
     answered = False
     _call: Call | None = None
     _message: FastCall | None = None
@@ -190,12 +158,6 @@ class GrpcStream(Exchange):
     _inflater: _Inflater | None = None
     _ended = _begun = False
     _sent_bytes = 0
-
-    @property
-    def is_limited(self) -> bool:  # type: ignore[override]
-        """Probes are not."""
-        method = self.head.method_of_grpc
-        return method is not None and method.is_limited
 
     def open(self) -> None:
         """Begin the call."""
@@ -208,19 +170,11 @@ class GrpcStream(Exchange):
             self.refuse(head.error)
             return
         assert method is not None, "bug: neither a method nor an error"
+        self.is_limited = method.is_limited
         self._call = method.open(head.wanted, self)
         if method.is_endless:
             self.may_give_way = True
-            places = self.writer.places
-            places.endless_calls.open()
-            places.endless_calls.wait(self)
-            places.streams.wait(self)
-
-    def closed(self) -> None:
-        """The stream is over."""
-        self._unread = bytearray()  # a cycle keeps this object until the collector comes
-        if self.may_give_way:
-            self.writer.places.endless_calls.close(self)
+            self.writer.places.endless_calls.open(self)
 
     # Input.
 
@@ -228,7 +182,7 @@ class GrpcStream(Exchange):
         """The next bytes of the stream; `end`: the last."""
         call, size = self._call, len(data) - PREFIX_BYTES
         if call is None:  # it has failed
-            self._took(len(data))
+            self.writer.http2.taken(self.stream, len(data))
             return
         try:
             between = self._message is None and not self._unread and not call.is_ahead()
@@ -236,7 +190,7 @@ class GrpcStream(Exchange):
             if between and whole:  # the frequent case: a frame is a message
                 self.since_s = self.writer.active_s
                 message = call.message(size)
-                self.writer.taken(self, len(data))
+                self.writer.http2.taken(self.stream, len(data))
                 message.complete(data[5:] if size < _COPIED_BYTES else memoryview(data)[5:])
                 if end:
                     call.half_close()
@@ -253,11 +207,6 @@ class GrpcStream(Exchange):
             self._guard_message(self._message.wait_for_body)
         elif self._call is not None:
             self._guarded(self._call.wait)
-
-    def _took(self, size: int) -> None:
-        """Bytes of the request are used, and the client may send others."""
-        if size:
-            self.writer.taken(self, size)
 
     def _guarded(self, step: Callable[[], None]) -> None:
         if self._call is not None:
@@ -302,13 +251,9 @@ class GrpcStream(Exchange):
         finally:
             data.release()
             waiting = 0 if self._inflater is None or position == 0 else self._inflater.input_bytes
-            self._took(position - waiting)
+            self.writer.http2.taken(self.stream, position - waiting)
             del self._unread[:position]
-        if self._call is None:
-            self._took(len(self._unread))
-            self._unread.clear()
-            return
-        if not self._ended:
+        if self._call is None or not self._ended:
             return
         if self._message is None and not self._unread:
             self._ended = False
@@ -342,18 +287,19 @@ class GrpcStream(Exchange):
         else:
             self._message, self._left = self._call.message(None), size
             self._inflater = _Inflater(self._message, self.head.encoding)
-            inflaters = self.writer.places.inflaters
-            if not inflaters.open():
+            if not self.writer.places.inflaters.open(self):
                 text = "message: too many compressed ones arrive at a time; try again later"
                 raise Overloaded(text, field="message", retry_after_s=1)
-            inflaters.wait(self)
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether a message arrives."""
+        return self._left > 0
 
     def _receive(self, piece: bytes) -> None:
         message = self._message
         assert message is not None, "bug: no message"
         if self._inflater is not None:
-            if not self._left:
-                self.writer.places.inflaters.go_on(self)
             self._inflater.take(piece, last=not self._left)
             if self._inflater.busy:
                 self.writer.places.inflations.add(self._inflate)
@@ -376,9 +322,8 @@ class GrpcStream(Exchange):
             message.complete()
 
     def _forget_inflater(self) -> None:
-        if self._inflater is not None:
-            self._inflater = None
-            self.writer.places.inflaters.close(self)
+        self._inflater = None
+        self.writer.places.inflaters.close(self)
 
     def _inflate(self) -> bool:
         """Decompress a part; whether more is to be done."""
@@ -388,7 +333,7 @@ class GrpcStream(Exchange):
         before = inflater.input_bytes
         self._guard_message(partial(inflater.step, _INFLATED_BYTES))
         failed = self._inflater is not inflater
-        self._took(before - (0 if failed else inflater.input_bytes))
+        self.writer.http2.taken(self.stream, before - (0 if failed else inflater.input_bytes))
         if not failed and not inflater.busy:
             self._guarded(self._inflated)
         return self._inflater is inflater and inflater.busy
@@ -405,19 +350,19 @@ class GrpcStream(Exchange):
         if not self.answered:
             size = len(message)
             body = b"\0" + size.to_bytes(4, "big") + message
-            self.writer.answer_whole(self, _BEGIN, body, _OK_BLOCK)
+            self.writer.http2.answer(self.stream, _BEGIN, body, _OK_BLOCK)
             self._end(OK, size)
 
     def write(self, message: bytes) -> None:
         """One of several answers."""
-        if self.answered or not self.writer.is_open(self):
+        if self.answered:
             return
         if not self._begun:
             self._begun = True
-            self.writer.begin(self, _BEGIN)
+            self.writer.http2.headers(self.stream, _BEGIN)
         self._sent_bytes += len(message)
         pieces = b"\0" + len(message).to_bytes(4, "big"), message
-        self.writer.write(self, pieces)
+        self.writer.http2.write(self.stream, pieces)
 
     def is_read(self) -> bool:
         """Whether the client takes what is written."""
@@ -433,9 +378,9 @@ class GrpcStream(Exchange):
         if self.answered:
             return
         if self._begun:
-            self.writer.end_call(self, status.block())
+            self.writer.http2.finish(self.stream, status.block())
         else:
-            self.writer.begin(self, _BEGIN + status.block(), end=True)
+            self.writer.http2.headers(self.stream, _BEGIN + status.block(), end=True)
         self._end(status, self._sent_bytes)
 
     def refuse(self, error: Refusal) -> None:
@@ -443,14 +388,21 @@ class GrpcStream(Exchange):
         self.end(self.writer.peer.policy.status(error))
 
     def _end(self, status: Status, size: int) -> None:
-        self.answered = True
-        self._call = self._message = None
-        self._forget_inflater()
-        ids = self.head.ids
+        self._forget()
+        ids, name = self.head.ids, status.code.name
         if status.code is StatusCode.INTERNAL and ids:
-            found = status.code.name
-            _log.error("%s was answered with %s: %s", self._method, found, ids, extra=ids.fields)
-        self.log(status.code.name, size, self._method, "grpc")
+            method = self._method
+            _log.error("%s was answered with %s: %s", method, name, ids, extra=ids.fields)
+        if self.writer.peer.access is not None:
+            self.log(name, size, self._method, "grpc")
+
+    def _forget(self) -> None:
+        """The call is over. A cycle keeps this object until the collector comes."""
+        self.answered, self._call, self._message, self._unread = True, None, None, bytearray()
+        if self._inflater is not None:
+            self._forget_inflater()
+        if self.may_give_way:
+            self.writer.places.endless_calls.close(self)
 
     @property
     def _method(self) -> str:
@@ -460,12 +412,10 @@ class GrpcStream(Exchange):
 
     def cancel(self) -> None:
         """The client is gone."""
-        call, self._call = self._call, None
-        self._message = None
-        self._forget_inflater()
+        call = self._call
+        self._forget()
         super().sent()
         if call is not None:
-            self.answered = True
             call.cancel()
             self.log("CANCELLED", 0, self._method, "grpc")
 

@@ -1,7 +1,7 @@
 """The server's side of an HTTP/2 connection (RFC 9113): bytes in, calls of a handler and bytes out.
 
-No socket, clock or event loop. `Http2.receive` parses what a client sent and calls its `Handler`;
-what is to be sent collects in `Http2.out`.
+No socket, clock or event loop. `Http2.receive` parses what a client sent and calls its handler,
+`Http2Exchanges`; what is to be sent collects in `Http2.out`.
 
 Header blocks are decoded by the package hpack. The client is asked for a table of size 0, so that
 a block means the same on every connection: equal blocks are decoded once (`Http2.head_cache`). Our
@@ -9,29 +9,37 @@ own header blocks hold literals alone and need no table either. A client that lo
 4,096 bytes gets a table size update to 0 with our next header block.
 
     client                          server
-    HEADERS (+ CONTINUATION) --->   Handler.opened(stream, head, end)
-    DATA ... DATA            --->   Handler.received(stream, data, end)    taken() opens its window
-    RST_STREAM               --->   Handler.cancelled(stream)
-                             <---   headers(), write(), trailers() or reset()
+    HEADERS (+ CONTINUATION) --->   read(fields) -> head; opened(stream, head, end)
+    DATA ... DATA            --->   received(stream, data, end)            taken() opens its window
+    RST_STREAM, a wrong one  --->   cancelled(stream)
+    WINDOW_UPDATE            --->   sent(stream): the windows have taken all output
+                             <---   answer(), or headers(), write() and finish(); or reset()
+                                    closed(stream): the stream is over
+                                    output(): `out` was empty, and is not any more
 
 What is wrong with a stream resets the stream. What is wrong with the connection ends it: GOAWAY is
 written, and `failed` is set. What costs the server work without a request that gets its answer
 (PING, SETTINGS, resets, empty frames, large new header blocks) takes `_credit`, which answers and
-`refill` give back; without credit the connection ends with ENHANCE_YOUR_CALM.
+`refill` give back; without credit the connection ends with ENHANCE_YOUR_CALM. After `_WORK_AT_ONCE`
+other connections come first.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from struct import Struct
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 from hpack import Decoder, HPACKError, OversizedHeaderListError
 
 from wire.http2_fields import VARYING, Fields, cut, is_field, list_bytes
+
+if TYPE_CHECKING:
+    from wire.http2_exchanges import Http2Exchanges
+    from wire.http2_head import Http2Head
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 """The first bytes of a client."""
@@ -68,10 +76,6 @@ _CONTROL_BYTES = 16 * 1024
 
 _CREDIT = 1000
 _REFILL = 50
-_REST_CREDIT = 32
-_REST_S = 0.01
-"""After so much credit the connection rests for so long: others, and the threads that compute, get
-time. 100 calls that their client cancels at once need three rests."""
 _FREE_LIST_BYTES = 4096
 """New header lists up to this size, counted as `MAX_HEADER_BYTES`, cost no credit; others one for
 each so many bytes, and one for each `_FIELDS_OF_A_CREDIT`: 480 small fields take 2 ms."""
@@ -79,19 +83,14 @@ _FIELDS_OF_A_CREDIT = 16
 _USELESS_HEADERS_CREDIT = 16
 """Credit for a malformed request, or headers on a stream that was reset: 10 us for 10 bytes."""
 _TINY_BYTES = 16
-"""DATA frames below this size cost credit if they are empty or nobody waits for them. For others
-the connection rests as for credit, and goes on: some clients send a body value by value."""
+"""DATA frames below this size cost credit if they are empty or nobody waits for them. Others are
+free: some clients send a body value by value."""
 
-_FRAMES_AT_ONCE = 128
-_FRAMES_OF_A_REQUEST = 4
-"""A request counts as so many of them."""
-_LIST_BYTES_AT_ONCE = 2048
-"""Header lists in one call of `receive`: 0.5 ms of work. Other connections run in between."""
-
-_MANY_FIELDS = 64
-_REST_OF_A_FIELD_S = 0.00025
-"""After a new header list of more fields, the connection rests so long for each: others wait
-while they are decoded, and hardly any client sends so many."""
+_WORK_AT_ONCE = 128
+"""Frames in one call of `receive`, about 0.5 ms of work. Other connections run in between."""
+_WORK_OF_A_REQUEST = 4
+_BYTES_OF_WORK = 16
+"""A request counts as further frames, and so do each so many bytes of new header lists."""
 
 _UPDATES_PER_FRAME = 4
 """Windows that a client may open for each DATA frame and each request without credit."""
@@ -154,19 +153,6 @@ class Malformed(Exception):
     """The header fields of a request break the rules of RFC 9113, 8."""
 
 
-class Head(Protocol):
-    """A checked header section, see `Handler.read`."""
-
-    length: int | None
-    """Announced length of the body in bytes, None if it has none."""
-    once: bool
-    """Whether it is not worth being remembered."""
-
-    def for_values(self, fields: Fields) -> Callable[[Fields], Head] | None:
-        """Makes heads that differ in the values of some fields; None where each is to be read."""
-        ...
-
-
 class Stream:
     """One request and its answer. `exchange` is the handler's."""
 
@@ -211,53 +197,17 @@ class Stream:
         return sum(map(len, self.unsent))
 
 
-class Handler(Protocol):
-    """Callbacks of `Http2`."""
-
-    def read(self, fields: Fields) -> Head:
-        """Check the fields of a request. Raises: Malformed."""
-        ...
-
-    def opened(self, stream: Stream, head: Any, end: bool) -> None:
-        """A request; `end`: it has no body."""
-        ...
-
-    def received(self, stream: Stream, data: bytes, end: bool) -> None:
-        """A piece of its body, to be taken by `Http2.taken`; `end`: the last."""
-        ...
-
-    def cancelled(self, stream: Stream) -> None:
-        """The client wants no answer any more, or the request broke the rules."""
-        ...
-
-    def blocked(self, stream: Stream) -> None:
-        """The client's windows have no room for what was written."""
-        ...
-
-    def sent(self, stream: Stream) -> None:
-        """The client's windows have taken all output."""
-        ...
-
-    def closed(self, stream: Stream) -> None:
-        """The stream is over. Not called for those that are open when the connection ends."""
-        ...
-
-    def output(self) -> None:
-        """`Http2.out` was empty, and is not any more."""
-        ...
-
-
 class Http2:
     """The state of one connection.
 
     Args:
-        handler: gets requests.
-        head_cache: heads by header block, shared by connections whose `Handler.read` is the same.
+        handler: gets requests. What it does for a stream that is over has no effect.
+        head_cache: heads by header block, shared by connections whose handlers read alike.
             Where a block has `VARYING` fields, by its pieces between their values: what
-            `Head.for_values` returned, the names, the latest values and their head.
+            `Http2Head.for_values` returned, the names, the latest values and their head.
     """
 
-    def __init__(self, handler: Handler, head_cache: dict[Any, Any]) -> None:
+    def __init__(self, handler: Http2Exchanges, head_cache: dict[Any, Any]) -> None:
         self._handler, self.head_cache = handler, head_cache
         self.out: list[bytes] = []
         self.streams: dict[int, Stream] = {}
@@ -266,8 +216,6 @@ class Http2:
         """Whether the client's preface and first SETTINGS are not complete."""
         self.in_block = False
         """Whether a header block is not complete."""
-        self.rest_s = 0.0
-        """How long after the latest call of `receive` the next should come, others first."""
         self.pings = 0
         """Acknowledged by the client."""
         self.blocked: dict[int, Stream] = {}
@@ -290,8 +238,8 @@ class Http2:
         self._block: list[bytes] = []
         self._block_bytes = self._block_stream = self._block_mark = 0
         self._block_ends = False
-        self._list_bytes = 0
-        """Size of the header lists that the latest call of `receive` has decoded."""
+        self._work = 0
+        """What this call of `receive` may still do."""
         self._updates = 0
         """Windows that the client may open without credit."""
         self._decoder = Decoder(_MOST_HEADER_BYTES)
@@ -301,11 +249,9 @@ class Http2:
         self._send_window = 65_535
         self._initial_window = 65_535
         self._frame_bytes = 16_384
-        self._tiny_frames = 0
         self._table_update = b""
         """Begins our next header block."""
         self._credit = _CREDIT
-        self._rest_at = _CREDIT - _REST_CREDIT
         self._reset: dict[int, bool] = {}
         """Streams that were reset lately; whether by the client."""
         self._settings_sent = 1
@@ -346,9 +292,9 @@ class Http2:
         if self._position < len(self._buffer):
             data = self._buffer[self._position :] + data
         self._buffer, self._position = data, 0
-        self.rest_s = 0.0
         if self.failed is not None:
             return False
+        self._work = _WORK_AT_ONCE
         try:
             return self._parse()
         except ConnectionFault as exc:
@@ -369,8 +315,6 @@ class Http2:
             return False
         data, size = self._buffer, len(self._buffer)
         position = self._position
-        frames = _FRAMES_AT_ONCE
-        self._list_bytes = 0
         while True:
             if self._data is not None:
                 position = self._receive_data(data, position)
@@ -380,8 +324,8 @@ class Http2:
                 position += skipped
             if size - position < 9:
                 break
-            frames -= 1
-            if frames <= 0 or self.rest_s or self._list_bytes > _LIST_BYTES_AT_ONCE:
+            self._work -= 1
+            if self._work <= 0:
                 self._position = position
                 return True
             high, low, kind, flags, number = _FRAME.unpack_from(data, position)
@@ -410,7 +354,6 @@ class Http2:
             payload = data[position + 9 : end]
             position = end
             if kind == HEADERS:
-                frames -= _FRAMES_OF_A_REQUEST
                 self._headers(flags, number, payload)
             elif kind == WINDOW_UPDATE:
                 self._window_update(number, payload)
@@ -448,17 +391,10 @@ class Http2:
         self._credit -= credit
         if self._credit < 0:
             raise _too_much("more frames without a request than a client needs")
-        if self._credit <= self._rest_at:
-            self._rest_at = self._credit - _REST_CREDIT
-            self.rest_s = max(self.rest_s, _REST_S)
-
-    def _earn(self) -> None:
-        self._credit = min(_CREDIT, self._credit + 1)
 
     def refill(self) -> None:
         """Call about once a second."""
         self._credit = min(_CREDIT, self._credit + _REFILL)
-        self._rest_at = self._credit - _REST_CREDIT
 
     def _ignore(self, kind: int, number: int, length: int) -> None:
         self._spend()
@@ -508,13 +444,8 @@ class Http2:
         if stream is not None:
             stream.receive_window -= length
             stream.buffered += size
-        if size < _TINY_BYTES and not (end and stream is not None):
-            if stream is None or not size:
-                self._spend()
-            else:
-                self._tiny_frames += 1
-                if not self._tiny_frames % _REST_CREDIT:
-                    self.rest_s = max(self.rest_s, _REST_S)
+        if not (size or end) if stream is not None else size < _TINY_BYTES:
+            self._spend()
         self._give_back(length - size if stream is not None else length)
         self._data = stream, size, padding, end
         return self._receive_data(data, start) if start < len(data) or not size else start
@@ -540,13 +471,15 @@ class Http2:
             self._handler.received(stream, piece, last)
         return start + size
 
-    def taken(self, stream: Stream, size: int, more: bool = True) -> None:
-        """The handler has no more use for `size` bytes of the body; `more` may come if so said."""
+    def taken(self, stream: Stream, size: int) -> None:
+        """The handler has no more use for `size` bytes of the body."""
+        if not (size and stream.sending):
+            return
         stream.buffered -= size
         stream.held_bytes -= size
         self._held_bytes -= size
         self._give_back(size)
-        if not (stream.receiving and more):
+        if not stream.receiving:
             return
         stream.taken += size
         if stream.window < GROWN_WINDOW:
@@ -599,6 +532,7 @@ class Http2:
             self._request(number, self._block_ends, block)
 
     def _request(self, number: int, ends: bool, block: bytes) -> None:
+        self._work -= _WORK_OF_A_REQUEST
         stream = self.streams.get(number)
         if stream is not None or number <= self._last or not number & 1:
             self._other_headers(stream, number, ends, block)
@@ -627,13 +561,14 @@ class Http2:
         self._updates += _UPDATES_PER_FRAME
         self._handler.opened(stream, head, ends)
 
-    def _read_head(self, block: bytes) -> Head:
+    def _read_head(self, block: bytes) -> Http2Head:
         """The head of a request, if possible without decoding it. Raises: Malformed."""
         known = self.head_cache
         values: list[bytes] = []
         if self._table_is_empty:  # so that a literal changes nothing, however it is indexed
-            if (head := known.get(block)) is not None:
-                return cast("Head", head)
+            found: Http2Head | None = known.get(block)
+            if found is not None:
+                return found
             pieces, values = cut(block)
             if values and (maker := known.get(pieces)) is not None:
                 return self._with_values(maker, values)
@@ -650,17 +585,18 @@ class Http2:
                 known[pieces if make else block] = [make, names, values, head] if make else head
         return head
 
-    def _with_values(self, maker: list[Any], values: list[bytes]) -> Head:
+    def _with_values(self, maker: list[Any], values: list[bytes]) -> Http2Head:
         """The head that `maker` makes for `values`, the latest one if these are equal."""
-        make, names, last_values, head = maker
+        make, names, last_values, _ = maker
         if values != last_values:
             # A first byte of 128 and more begins a value in Huffman's code.
             found = [
                 one[1:] if one[0] < 128 else self._decode(_SOME_NAME + one)[0][1] for one in values
             ]
-            head = make(tuple(zip(names, found, strict=True)))
-            maker[2:] = values, head
-        return cast("Head", head)
+            maker[3] = make(tuple(zip(names, found, strict=True)))
+            maker[2] = values
+        head: Http2Head = maker[3]
+        return head
 
     def _names(self, pieces: Sequence[bytes]) -> list[bytes]:
         """Names of the fields whose values were cut out of a block between `pieces`.
@@ -695,7 +631,7 @@ class Http2:
         self._handler.received(stream, b"", True)
 
     def _decode(self, block: bytes) -> Fields:
-        self._list_bytes += len(block)
+        self._work -= len(block) // _BYTES_OF_WORK
         most = min(_MOST_HEADER_BYTES, _SMALL_LIST_BYTES + _EXPANSION * len(block))
         self._decoder.max_header_list_size = most
         try:
@@ -710,9 +646,7 @@ class Http2:
             raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, reason) from exc
         self._table_is_empty = not self._decoder.header_table_size
         size = list_bytes(fields)
-        self._list_bytes += size
-        if len(fields) > _MANY_FIELDS:
-            self.rest_s = len(fields) * _REST_OF_A_FIELD_S
+        self._work -= size // _BYTES_OF_WORK
         if size > _FREE_LIST_BYTES:
             self._spend(size // _FREE_LIST_BYTES + len(fields) // _FIELDS_OF_A_CREDIT)
         return fields
@@ -802,6 +736,10 @@ class Http2:
     def _window_update(self, number: int, payload: bytes) -> None:
         if len(payload) != 4:
             raise _size_error("WINDOW_UPDATE without 4 bytes")
+        if self._updates:  # an honest client gives back what it has read, C-core in several parts
+            self._updates -= 1
+        else:
+            self._spend()
         more = _WORD.unpack(payload)[0] & _MOST_WINDOW
         if not number:
             if not more:
@@ -810,13 +748,11 @@ class Http2:
             self._send_window += more
             if self._send_window > _MOST_WINDOW:
                 raise _window_error("a window over 2^31-1")
-            self._spend_update()
             if was_closed:
                 self._send_more()
             return
         if number > self._last or not number & 1:
             raise _protocol_error(f"WINDOW_UPDATE on stream {number}, which is idle")
-        self._spend_update()
         stream = self.streams.get(number)
         if stream is None:
             return
@@ -828,17 +764,12 @@ class Http2:
             self.blocked.pop(number, None)
             self._go_on(stream)
 
-    def _spend_update(self) -> None:
-        """An honest client gives back what it has read. C-core does so in several parts."""
-        if self._updates:
-            self._updates -= 1
-        else:
-            self._spend()
-
     # Output.
 
     def headers(self, stream: Stream, block: bytes, end: bool = False) -> None:
         """Begin the answer with a header block; `end`: it is all of it."""
+        if not stream.sending:
+            return
         block, self._table_update = self._table_update + block, b""
         self._write(_frame(HEADERS, END_HEADERS | end, stream.number, block))
         if end:
@@ -846,6 +777,8 @@ class Http2:
 
     def answer(self, stream: Stream, block: bytes, body: bytes, trailers: bytes | None) -> None:
         """A whole answer: header block, body, and trailers unless None."""
+        if not stream.sending:
+            return
         number, size = stream.number, len(body)
         room = min(stream.send_window, self._send_window, self._frame_bytes)
         if size > room or self._table_update:
@@ -864,7 +797,11 @@ class Http2:
 
     def write(self, stream: Stream, pieces: Iterable[bytes]) -> None:
         """The next pieces of the answer's body. What the windows have no room for waits."""
-        self._earn()  # clients of gRPC may send a PING for each message that they get
+        if not stream.sending:
+            return
+        self._credit = min(
+            _CREDIT, self._credit + 1
+        )  # clients of gRPC may send a PING for each message that they get
         for piece in pieces:
             if piece:
                 stream.unsent.append(memoryview(piece))
@@ -874,13 +811,15 @@ class Http2:
 
     def finish(self, stream: Stream, trailers: bytes | None = None) -> None:
         """End the answer, with a block of trailers unless None."""
+        if not stream.sending:
+            return
         stream.end = b"" if trailers is None else trailers
         if not stream.unsent:
             self._end(stream)
 
     def reset(self, stream: Stream, code: ErrorCode) -> None:
         """Give the stream up."""
-        if stream.number in self.streams:
+        if stream.sending:
             self._write_reset(stream.number, code)
             self._forget(stream)
 
@@ -892,7 +831,6 @@ class Http2:
             size = min(len(piece), stream.send_window, self._send_window, self._frame_bytes)
             if size <= 0:
                 self.blocked[stream.number] = stream
-                self._handler.blocked(stream)
                 return
             ends = size == len(piece) and len(unsent) == 1 and stream.end == b""
             self._write(_frame(DATA, END_STREAM * ends, stream.number, bytes(piece[:size])))
@@ -933,7 +871,7 @@ class Http2:
 
     def _close(self, stream: Stream) -> None:
         """The answer is complete."""
-        self._earn()
+        self._credit = min(_CREDIT, self._credit + 1)
         if stream.receiving:  # the rest of the request is not wanted: RFC 9113, 8.1
             self._write_reset(stream.number, ErrorCode.NO_ERROR)
         self._forget(stream)

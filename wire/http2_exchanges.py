@@ -51,6 +51,8 @@ class Http2Exchanges:
         """Opened or continued by what was read, and not complete."""
         self._more = False
         """Whether something that came is not parsed."""
+        self.is_idle = True
+        """Whether all was used when something last came."""
         self._planned = False
         """Whether to go on with it is."""
         self._pending: dict[Exchange, Start] = {}
@@ -89,32 +91,24 @@ class Http2Exchanges:
         return self.http2.received_bytes
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing has come that is not used."""
-        return not (self._more or self.http2.received_bytes)
-
-    @property
     def wants_data(self) -> bool:
         """Whether more is to be read."""
         return not self._more
 
-    def receive(self, data: bytes) -> None:
-        """Serve what came."""
-        self.active_s = self.peer.loop.time()
-        self._parse(data)
-
     def go_on(self) -> None:
         """Serve what came before."""
         if self._more and not self._planned:
-            self._parse(b"")
+            self.receive(b"")
 
-    def _parse(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> None:
+        """Serve what came."""
         wire, http2 = self._wire, self.http2
-        self._more = http2.receive(data) or http2.rest_s > 0
+        if data:
+            self.active_s = self.peer.loop.time()
+        self._more = http2.receive(data)
         waiting, self._waiting = self._waiting, []
         for exchange in waiting:
             if exchange.stream.receiving:
-                self.places.streams.wait(exchange)
                 try:
                     exchange.wait()
                 except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
@@ -125,11 +119,13 @@ class Http2Exchanges:
             return
         if self._more and not self._planned:
             self._planned = True
-            add, step = self._shared.turns.add, self._go_on_once
-            if http2.rest_s:
-                self.peer.loop.call_later(http2.rest_s, add, step)
-            else:
-                add(step)
+            self._shared.turns.add(self._go_on_once)
+        was_idle, self.is_idle = (
+            self.is_idle,
+            not (self._more or http2.received_bytes or http2.in_block),
+        )
+        if self.is_idle and was_idle:
+            return
         if (unfinished := http2.unfinished) != self._unfinished:
             if self._unfinished is None or not http2.in_block:
                 self._unfinished_s = self.active_s
@@ -203,11 +199,7 @@ class Http2Exchanges:
         for stream in streams:
             stream.sending = False
             stream.exchange.cancel()
-            self._close(stream.exchange)
-
-    def _close(self, exchange: Exchange) -> None:
-        self.places.streams.close(exchange)
-        exchange.closed()
+            self.places.streams.close(stream.exchange)
 
     def check_time(self, now_s: float, header_s: float, write_s: float) -> None:
         """Close the connection, or a stream, if it waited too long for its client."""
@@ -270,7 +262,7 @@ class Http2Exchanges:
             kind = FastExchange
         stream.exchange = exchange = kind(self, stream, head)
         exchange.since_s = self._asked_s = self.active_s
-        has_room = self.places.streams.open()
+        has_room = self.places.streams.open(exchange)
         try:
             exchange.open()
             if not has_room and exchange.is_limited:
@@ -286,8 +278,6 @@ class Http2Exchanges:
         """Hand on a piece of its body."""
         exchange: Exchange = stream.exchange
         try:
-            if end and not exchange.may_give_way:
-                self.places.streams.go_on(exchange)
             exchange.data(data, end)
             if not end and exchange not in self._waiting[-1:]:
                 self._waiting.append(exchange)
@@ -304,23 +294,14 @@ class Http2Exchanges:
         stream.exchange.cancel()
         self.look_for_end()
 
-    def blocked(self, stream: Stream) -> None:
-        """The answer waits for the client's windows."""
-        self.places.streams.wait(stream.exchange)
-        if self._wire.ended:  # which will not grow
-            self.peer.loop.call_soon(self._drop_blocked)
-
     def sent(self, stream: Stream) -> None:
         """The client's windows have taken the answer."""
-        exchange: Exchange = stream.exchange
-        if not exchange.may_give_way:
-            self.places.streams.go_on(exchange)
-        exchange.sent()
+        stream.exchange.sent()
         self._run_next()
 
     def closed(self, stream: Stream) -> None:
         """The stream is over."""
-        self._close(stream.exchange)
+        self.places.streams.close(stream.exchange)
         if self._pending:
             self._pending.pop(stream.exchange, None)
             self._run_next()
@@ -334,6 +315,8 @@ class Http2Exchanges:
     def _write(self) -> None:
         self._write_planned = False
         out, wire = self.http2.out, self._wire
+        if wire.ended and self.http2.blocked:  # by windows that will not grow
+            self._drop_blocked()
         if not out or wire.transport.is_closing():
             out.clear()
             return
@@ -342,14 +325,14 @@ class Http2Exchanges:
         wire.write(data)
         if self.http2.unsent_bytes > _UNSENT_BYTES:
             wire.hold()
-        self.look_for_end()
+        if wire.ended or self.http2.ending:
+            self.look_for_end()
 
     # The application: few requests at a time, and none while much of an answer is not sent.
 
     def run(self, exchange: Exchange, start: Start) -> None:
         """Have a request answered when those before it are."""
         self._pending[exchange] = start
-        self.places.streams.wait(exchange)
         self._run_next()
 
     def _run_next(self) -> None:
@@ -368,15 +351,13 @@ class Http2Exchanges:
             start = self._pending.pop(exchange)
             self._runs += 1
             start(self._run_ended)
-            if not exchange.stream.receiving:
-                self.places.streams.go_on(exchange)
             self._run_next()
 
     def _run_ended(self) -> None:
         self._runs -= 1
         self._run_next()
 
-    # Called by exchanges, see `exchange.Writer` and `grpc.CallWriter`.
+    # Called by exchanges, see `exchange.Writer`; by calls also `http2`.
 
     def is_open(self, exchange: Exchange) -> bool:
         """Whether its stream is."""
@@ -389,8 +370,7 @@ class Http2Exchanges:
 
     def taken(self, exchange: Exchange, size: int) -> None:
         """The client may send more."""
-        if exchange.stream.sending:
-            self.http2.taken(exchange.stream, size)
+        self.http2.taken(exchange.stream, size)
 
     def answer(self, exchange: Exchange, answer: Answer) -> None:
         """Write a whole answer, or all but its `rest`."""
@@ -427,28 +407,12 @@ class Http2Exchanges:
 
     def write(self, exchange: Exchange, pieces: Iterable[bytes]) -> None:
         """Write the next pieces of an answer."""
-        if exchange.stream.sending and exchange.head.method != b"HEAD":
+        if exchange.head.method != b"HEAD":
             self.http2.write(exchange.stream, pieces)
 
     def finish(self, exchange: Exchange) -> None:
         """End an answer."""
-        if exchange.stream.sending:
-            self.http2.finish(exchange.stream)
-
-    def begin(self, exchange: Exchange, block: bytes, end: bool = False) -> None:
-        """Write the headers of a call's answer; `end`: that is all of it."""
-        if exchange.stream.sending:
-            self.http2.headers(exchange.stream, block, end)
-
-    def end_call(self, exchange: Exchange, trailers: bytes) -> None:
-        """End a call's answer that has begun."""
-        if exchange.stream.sending:
-            self.http2.finish(exchange.stream, trailers)
-
-    def answer_whole(self, exchange: Exchange, block: bytes, body: bytes, trailers: bytes) -> None:
-        """Write the whole answer of a call."""
-        if exchange.stream.sending:
-            self.http2.answer(exchange.stream, block, body, trailers)
+        self.http2.finish(exchange.stream)
 
     def reset(self, exchange: Exchange, fault: bool = False) -> None:
         """Give the stream up."""
@@ -458,6 +422,11 @@ class Http2Exchanges:
     def is_read(self, exchange: Exchange) -> bool:
         """Whether the client reads what is written."""
         return not (exchange.stream.unsent or self._wire.blocked_since_s)
+
+    def waits(self, exchange: Exchange) -> bool:
+        """Whether a request waits for its client, or for others of the connection."""
+        stream = exchange.stream
+        return stream.receiving or bool(stream.unsent) or exchange.may_give_way
 
     def give_way(self, exchange: Exchange) -> None:
         """End a request that waits: others need its place."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from wire.errors import Overloaded
@@ -16,6 +19,9 @@ MAX_INFLATERS = 128
 MAX_ENDLESS_CALLS = 1024
 """Open calls that watch the health or use reflection: each has a task of its own, 10 KB."""
 
+_PART = 64
+"""All are looked at once for each such part of them that is opened: 8,192 take 2 ms."""
+
 
 class Waiting(Protocol):
     """An exchange. Its connection ends it by `writer.give_way`."""
@@ -24,78 +30,62 @@ class Waiting(Protocol):
 
 
 class OpenStreams:
-    """The requests of all connections: how many, and which may give way to others.
+    """Requests of all connections, of which those that wait may give way to others.
 
-    Beyond `most` one gives way that waits for its client, or for others of its connection: of the
-    connection with the most of these, the one that waits longest. A new one is refused if none
-    does. Requests that are worked on are not ended.
+    Beyond `most` one gives way for which `waits` is true, because it waits for its client or for
+    others of its connection: of the connection with the most of these, the one that was opened
+    first. A new one is refused if none does. Requests that are worked on are not ended.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.count = 0
-        self._waiting: dict[Any, dict[Waiting, None]] = {}
-        """Requests of each connection, the one that waits longest first."""
-        self._with: dict[int, dict[Any, None]] = {}
-        """The connections with so many that wait."""
-        self._largest = 0
+    def __init__(self, most: int, waits: Callable[[Any], bool] = lambda _: True) -> None:
+        self._most, self._waits = most, waits
+        self._open: dict[Waiting, None] = {}
+        self._first: deque[Waiting] = deque()
+        """Those that give way first."""
+        self._opened = 0
+        """How many may be opened before all are looked at again."""
 
-    def wait(self, exchange: Waiting) -> None:
-        """It waits from now on."""
-        waiting = self._waiting.setdefault(exchange.writer, {})
-        if exchange in waiting:
-            del waiting[exchange]
-        else:
-            self._move(exchange.writer, len(waiting), len(waiting) + 1)
-        waiting[exchange] = None
+    @property
+    def count(self) -> int:
+        """How many are open."""
+        return len(self._open)
 
-    def go_on(self, exchange: Waiting) -> None:
-        """It does not wait any more."""
-        waiting = self._waiting.get(exchange.writer)
-        if waiting is None or exchange not in waiting:
-            return
-        del waiting[exchange]
-        self._move(exchange.writer, len(waiting) + 1, len(waiting))
-        if not waiting:
-            del self._waiting[exchange.writer]
+    def open(self, exchange: Waiting) -> bool:
+        """Count it. Returns: whether there is room for it."""
+        self._open[exchange] = None
+        return len(self._open) <= self._most or self._make_room(exchange)
 
-    def _move(self, writer: Any, before: int, now: int) -> None:
-        """The number of a connection's requests that wait has changed by one."""
-        if before:
-            del self._with[before][writer]
-            if not self._with[before]:
-                del self._with[before]
-        if now:
-            self._with.setdefault(now, {})[writer] = None
-        if now > self._largest or self._largest not in self._with:
-            self._largest = now
+    def _make_room(self, new: Waiting) -> bool:
+        self._opened -= 1
+        if not self._first and self._opened <= 0:
+            self._opened = max(1, self._most // _PART)
+            waiting: dict[Any, list[Waiting]] = {}
+            for exchange in self._open:
+                if exchange is not new and self._waits(exchange):
+                    waiting.setdefault(exchange.writer, []).append(exchange)
+            most_first = sorted(waiting.values(), key=len, reverse=True)
+            self._first.extend(islice(chain.from_iterable(most_first), self._opened))
+        while self._first:
+            exchange = self._first.popleft()
+            if exchange in self._open and self._waits(exchange):
+                exchange.writer.give_way(exchange)
+                return True
+        return False
 
     def close(self, exchange: Waiting) -> None:
         """It is over."""
-        self.count -= 1
-        self.go_on(exchange)
-
-    def open(self) -> bool:
-        """Count another one. Returns: whether there is room for it."""
-        self.count += 1
-        if self.count <= self._most:
-            return True
-        if not self._largest:
-            return False
-        writer = next(iter(self._with[self._largest]))
-        first = next(iter(self._waiting[writer]))
-        self.go_on(first)
-        writer.give_way(first)
-        return True
+        self._open.pop(exchange, None)
 
 
 class Places:
     """What all HTTP/2 connections of a process share the places of."""
 
     def __init__(self, turns: Turns) -> None:
-        self.streams = OpenStreams(MAX_OPEN_STREAMS)
+        self.streams = OpenStreams(
+            MAX_OPEN_STREAMS, lambda exchange: exchange.writer.waits(exchange)
+        )
         self.endless_calls = OpenStreams(MAX_ENDLESS_CALLS)
-        self.inflaters = OpenStreams(MAX_INFLATERS)
+        self.inflaters = OpenStreams(MAX_INFLATERS, lambda exchange: exchange.is_arriving)
         self.inflations = Series(turns)
         """Compressed messages, of which one at a time is decompressed: it takes the memory."""
 

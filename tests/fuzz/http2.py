@@ -104,10 +104,6 @@ class Server:
             raise Finding("cancelled a stream that is open")
         self.cancelled_streams.append(stream.number)
 
-    def blocked(self, stream: Stream) -> None:
-        if not stream.unsent:
-            raise Finding("nothing waits")
-
     def closed(self, stream: Stream) -> None:
         if stream.receiving or stream.sending:
             raise Finding("closed a stream that is open")
@@ -732,9 +728,6 @@ class _HeadServer:
 
     def cancelled(self, stream: Stream) -> None:
         raise Finding("a stream that was answered is cancelled")
-
-    def blocked(self, stream: Stream) -> None:
-        raise Finding("nothing waits")
 
     def closed(self, stream: Stream) -> None:
         """It is answered."""

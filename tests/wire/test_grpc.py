@@ -65,7 +65,7 @@ class Client:
 
     def __init__(self):
         self.policy = POLICY
-        self.peer = self.loop = self.places = self.inflations = self.access = self
+        self.peer = self.loop = self.places = self.inflations = self.access = self.http2 = self
         self.inflaters = OpenStreams(1)
         self.written, self.used, self.later, self.most_held = [], 0, [], 0
         self.has_ended, self.reads = False, True
@@ -78,33 +78,30 @@ class Client:
         stream.open()
         return stream
 
-    def begin(self, exchange, block, end=False):
+    def headers(self, stream, block, end=False):
         fields = decoded(block)
         assert {name: fields.pop(name) for name in HEAD} == HEAD
         self.written.append(f"only {status_text(fields)}" if end else "headers")
 
-    def answer_whole(self, exchange, block, body, trailers):
-        self.begin(exchange, block)
-        self.write(exchange, (body,))
-        self.end_call(exchange, trailers)
+    def answer(self, stream, block, body, trailers):
+        self.headers(stream, block)
+        self.write(stream, (body,))
+        self.finish(stream, trailers)
 
-    def write(self, exchange, pieces):
+    def write(self, stream, pieces):
         body = b"".join(pieces)
         assert body[:1] == b"\0"
         assert int.from_bytes(body[1:5], "big") == len(body) - 5
         self.written.append(f"{body[5:]!r:.40}"[1:])
 
-    def end_call(self, exchange, trailers):
+    def finish(self, stream, trailers):
         self.written.append(status_text(decoded(trailers)))
 
-    def taken(self, exchange, size):
+    def taken(self, stream, size):
         self.used += size
 
     def is_read(self, exchange):
         return self.reads
-
-    def is_open(self, exchange):
-        return True
 
     def call_soon(self, call, *arguments):
         self.later.append(partial(call, *arguments))
@@ -136,7 +133,7 @@ class Calls:
     """
 
     body_timeout_s = 7.0
-    is_endless = is_open = False
+    is_limited = is_endless = is_open = False
 
     def __init__(self, many=False, slow=False):
         self.many, self.slow = many, slow
