@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -22,7 +23,7 @@ from lenet import distribution_commit, distribution_version
 from lenet.pixels import Images
 from service import direct
 from service.api.app import create_app
-from service.api.explain import explain_route
+from service.api.explain import explain_endpoint
 from service.api.grpc_methods import methods
 from service.api.middleware import Middleware
 from service.api.open_inference import OpenInference
@@ -33,7 +34,6 @@ from service.direct import Predictions
 from service.engine.batcher import Batcher
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
-from service.engine.explainer import Explainer
 from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models
 from service.engine.repository import Repository, unloaded
@@ -138,6 +138,7 @@ async def open_service(
 
         deadlines = Deadlines()
         stack.callback(deadlines.close)
+        thread = stack.enter_context(ThreadPoolExecutor(1, "explainer"))  # which the first starts
         placement = place(settings)
         placed = time.perf_counter()
         faults = Faults() if settings.fault_injection else None
@@ -192,12 +193,13 @@ async def open_service(
             decoders,
             deadlines,
             timeout_s,
+            metrics.predicted,
             traces=stack.enter_context(_traces(settings, build[0])),
         )
         routes = image_routes(requests)
+        explain = None
         if settings.explain == "on":
-            explainer = stack.enter_context(Explainer(deadlines))
-            routes[b"POST", b"/explain"] = explain_route(requests, explainer)
+            explain = explain_endpoint(requests, thread)
         answers = OpenInference(models, repository, metrics, settings.max_images)
         app = create_app(
             answers=answers,
@@ -205,6 +207,7 @@ async def open_service(
             keys=keys,
             info=partial(_info, settings, grpc_port, placement, models, build),
             images=routes,
+            explain=explain,
         )
         gate = Gate(
             keys,

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,8 +38,8 @@ from service.errors import (
 )
 from service.forms.body import Limits
 from service.forms.form import NOTHING, Asked, Body, Content, Decoded, Form
-from service.observe.metrics import NO_MODEL, Metrics, Transport
-from service.observe.traces import Attributes, Ended, Operation, Parent, Traces, batch_attributes
+from service.observe.metrics import NO_MODEL, Metrics, ModelKey, Transport
+from service.observe.traces import Ended, Operation, Parent, Traces, batch_attributes
 from wire.budget import SMALL_BYTES, Budget
 from wire.errors import INTERNAL, Refusal
 
@@ -52,6 +52,10 @@ _GROWN_BYTES = 1024 * 1024
 _DROPPED_BYTES = 64 * 1024
 """Bodies of unknown models up to this size are received and dropped, so that the connection can be
 kept. A larger one is refused at the headers."""
+
+
+TimesS: TypeAlias = tuple[float, float, float, float, float]
+"""Seconds of decoding, in the queue, computing and encoding, and in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class Requests:
     deadlines: Deadlines
     timeout_s: float
     """The longest that a request may take."""
+    count: Callable[[Transport, ModelKey, TimesS], None]
+    """Counts an answer."""
     protocol: Transport = "http"
     """The label in metrics."""
     traces: Traces | None = None
@@ -100,12 +106,6 @@ class Wanted:
     version: str = ""
     asks_first: bool = False
     """Whether the client waits for `100 Continue` before it sends the body."""
-    options: Any = None
-    """Further ones of a route's own."""
-
-
-TimesS: TypeAlias = tuple[float, float, float, float, float]
-"""Seconds of decoding, in the queue, computing and encoding, and in all."""
 
 
 class Request(Work):
@@ -118,7 +118,7 @@ class Request(Work):
     __slots__ = (
         *("_body", "_decode_s", "_decoding_began_s", "_form", "_held_bytes", "_job", "_length"),
         *("_model", "_model_is_unknown", "_range", "_requests", "_served", "_started_s"),
-        *("_transferring", "_wanted", "_watched", "_writing", "asked", "done", "moved_bytes"),
+        *("_transferring", "_wanted", "_watched", "asked", "done", "moved_bytes"),
     )
 
     def __init__(self, requests: Requests, wanted: Wanted) -> None:
@@ -136,7 +136,7 @@ class Request(Work):
         self._watched = self._transferring = self._model_is_unknown = False
         self._body: Body = b""
         self._job: Job | None = None
-        self._writing: _Writing | None = None
+        self._decoding_began_s = 0.0
         self._model = NO_MODEL
         self._served: Batcher | None = None
         if not form.names_model:
@@ -283,10 +283,8 @@ class Request(Work):
             self._model = served.version.key
         return served
 
-    # Overridden by explanations.
-
     def compute(self, images: Images) -> None:
-        """Have `images` computed, and `answered` called. Raises: ServiceError."""
+        """Queue `images`, which has `answered` called. Raises: ServiceError."""
         self._find().enqueue(self, images)
         self._model = self.version.key
 
@@ -295,21 +293,6 @@ class Request(Work):
         if self.waits:
             assert self._served is not None, "bug: queued nowhere"
             self._served.cancel(self)
-
-    def write(self) -> Content:
-        """The content of the answer."""
-        return self._form.write(self.asked, self)
-
-    def count(self, times_s: TimesS) -> None:
-        """Count the answer."""
-        self._requests.metrics.predicted(self._requests.protocol, self._model, times_s)
-
-    def batch_attributes(self) -> Attributes:
-        """The batch that the images were computed in, for traces; none if there were several."""
-        batch = self.batch
-        if batch.result is None:
-            return ()
-        return batch_attributes(self.batch_rows, batch.reason, batch.result)
 
     # From the decoded body to the answer.
 
@@ -354,36 +337,36 @@ class Request(Work):
             return
         began_s = time.monotonic()
         try:
-            content = self.write()
+            content = self._form.write(self.asked, self)
             if content.steps is None:
                 self._end_written(content, began_s, [])
             else:
-                self._writing = _Writing(content, content.steps, began_s)
                 self._watch()
-                self._write_on()
+                self._write_on(content, content.steps, began_s, [])
         except Exception:  # noqa: BLE001 - the edge of a request: its client gets it
             self._crash()
 
-    def _write_on(self) -> None:
+    def _write_on(
+        self, content: Content, steps: Iterator[bytes], began_s: float, pieces: list[bytes]
+    ) -> None:
         """Make the next piece of a large answer, and go on in the next turn of the event loop."""
-        writing = self._writing
-        if writing is None:  # ended meanwhile
+        if self.done:  # ended meanwhile
             return
         try:
             with span("encode"):
-                piece = next(writing.steps, None)
-            if piece is not None:
-                writing.pieces.append(piece)
-                asyncio.get_running_loop().call_soon(self._write_on)
-                return
-            self._unwatch()
-            self._writing = None
-            self._end_written(writing.content, writing.began_s, writing.pieces)
+                piece = next(steps, None)
+            if piece is None:
+                self._unwatch()
+                self._end_written(content, began_s, pieces)
+            else:
+                pieces.append(piece)
+                loop = asyncio.get_running_loop()
+                loop.call_soon(self._write_on, content, steps, began_s, pieces)
         except Exception:  # noqa: BLE001 - the edge of a request: its client gets it
             self._crash()
 
     def _end_written(self, content: Content, began_s: float, rest: list[bytes]) -> None:
-        now_s, cut_s = time.monotonic(), self.first_cut_s
+        requests, now_s, cut_s = self._requests, time.monotonic(), self.first_cut_s
         times_s = (
             self._decode_s,
             cut_s - self.arrived_s,
@@ -391,15 +374,14 @@ class Request(Work):
             now_s - began_s,
             now_s - self._started_s,
         )
-        self.count(times_s)
+        requests.count(requests.protocol, self._model, times_s)
         if nvtx.active:
             nvtx.end(self._range)
         self.done = True
         self.reply(content, rest, times_s)
-        traces = self._requests.traces
-        if traces is not None and traces.wants(self._wanted.parent, "", times_s[-1]):
+        if requests.traces is not None:
             steps_s = self._decoding_began_s, self.arrived_s, cut_s, self.answered_s, began_s
-            self._trace(traces, "", now_s, steps_s)
+            self._trace(requests.traces, "", now_s, steps_s)
 
     # Deadline, memory, and other ends.
 
@@ -415,7 +397,7 @@ class Request(Work):
 
     def _expire(self) -> None:
         self._watched = False
-        if self._job is not None or self._writing is not None:
+        if self._decoding_began_s:
             self.fail(self._late())
             return
         part = self._form.part
@@ -489,36 +471,30 @@ class Request(Work):
             self._release()
         self.withdraw()
         self._body = b""
-        self._writing = None
         try:
             self._requests.metrics.request_done(self._model, self._requests.protocol, outcome)
         except Exception:  # noqa: BLE001 - its client is answered all the same
             _log.exception("an answer was not counted")
-        traces, now_s = self._requests.traces, time.monotonic()
-        if traces is not None and traces.wants(
-            self._wanted.parent, outcome, now_s - self._started_s
-        ):
-            self._trace(traces, outcome, now_s)
+        if self._requests.traces is not None:
+            self._trace(self._requests.traces, outcome, time.monotonic())
         nvtx.end(self._range)
 
     def _trace(
         self, traces: Traces, code: str, now_s: float, steps_s: tuple[float, ...] = ()
     ) -> None:
-        """Trace the request. `code`: of the error, "" for an answer."""
+        """Trace the request if it is sampled. `code`: of the error, "" for an answer."""
         wanted = self._wanted
+        if not traces.wants(wanted.parent, code, now_s - self._started_s):
+            return
         try:
-            rows, batch = (self.rows, self.batch_attributes()) if steps_s else (0, ())
+            rows = self.rows if steps_s else 0
+            batch = self.batch if steps_s else None
             of = self._requests.protocol, wanted.operation, wanted.parent, self._model, rows
-            traces.note(Ended(*of, code, self._started_s, now_s, steps_s, batch))
+            attributes = (
+                ()
+                if batch is None or batch.result is None
+                else batch_attributes(self.batch_rows, batch.reason, batch.result)
+            )
+            traces.note(Ended(*of, code, self._started_s, now_s, steps_s, attributes))
         except Exception:  # noqa: BLE001 - its client is answered all the same
             _log.exception("a request was not traced")
-
-
-@dataclass(slots=True)
-class _Writing:
-    """A large answer that is being made, a step in each turn of the event loop."""
-
-    content: Content
-    steps: Iterator[bytes]
-    began_s: float
-    pieces: list[bytes] = field(default_factory=list)

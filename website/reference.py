@@ -28,6 +28,7 @@ from lenet import weightfile
 from service import errors
 from service.api import grpc_methods
 from service.api.app import create_app
+from service.api.endpoints import image_endpoint
 from service.api.paths import image_routes
 from service.errors import GRPC_STATUS, STATUS
 from service.observe.metrics import Metrics
@@ -377,9 +378,8 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def _openapi() -> dict[str, Any]:
     stand_in: Any = MagicMock()  # routes are described, none is called
-    images = {**image_routes(stand_in), (b"POST", b"/explain"): stand_in}
-    app = create_app(*[stand_in] * 4, images)
-    return app.openapi()
+    explain = image_endpoint(stand_in)
+    return create_app(*[stand_in] * 4, image_routes(stand_in), explain).openapi()
 
 
 def _settings_table(kind: type[BaseSettings]) -> str:

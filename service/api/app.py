@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
 from lenet import DISTRIBUTION, distribution_version
-from service.api.endpoints import image_endpoint, path_of, response
+from service.api.endpoints import Endpoint, image_endpoint, path_of, response
 from service.api.errors import plain_error_answer
 from service.api.open_inference import OpenInference
 from service.api.openapi import OIP_TAG, complete, image_route
@@ -53,6 +53,7 @@ def create_app(
     keys: Keys,
     info: Callable[[], InfoResponse],
     images: Mapping[tuple[bytes, bytes], ImageRoute],
+    explain: Endpoint | None,
 ) -> FastAPI:
     """The application.
 
@@ -63,6 +64,7 @@ def create_app(
         keys: of whom models may be loaded and unloaded.
         info: what GET /info answers, asked for each time.
         images: the routes that take images, by method and path.
+        explain: the endpoint of POST /explain; None if it is turned off.
     """
     models = answers.models
     app = FastAPI(
@@ -77,13 +79,15 @@ def create_app(
     for (method, template), image in images.items():
         path, methods = template.decode(), [method.decode()]
         app.add_api_route(path, image_endpoint(image), methods=methods, **image_route(path))
+    if explain is not None:
+        app.post("/explain", **image_route("/explain"))(explain)
     routers = status_routes(models), protocol_routes(answers, keys)
     for router in routers:
         app.include_router(router)
     _add_operations(app, models, metrics, info)
     _add_pages(app, needs_key=bool(keys))
 
-    if (b"POST", b"/explain") not in images:
+    if explain is None:
 
         @app.post("/explain", include_in_schema=False)
         async def not_explained() -> Response:

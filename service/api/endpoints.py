@@ -8,51 +8,60 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
-from service.api.routes import ImageRequest, ImageRoute
+from service.api.routes import ImageRequest, ImageRoute, Reply
 from service.errors import Cancelled, stopped
+from service.request import Wanted
 from wire.answer import Answer
 from wire.errors import Refusal
 
 DRAINED = "Task cancelled, timeout graceful shutdown exceeded"
 """With this message uvicorn cancels the requests that are left at the end of its drain."""
 
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
-def image_endpoint(route: ImageRoute) -> Callable[[Request], Awaitable[Response]]:
+
+def image_endpoint(route: ImageRoute) -> Endpoint:
     """The endpoint of `route`."""
 
     async def answer(request: Request) -> Response:
-        if path_of(request.scope).endswith("\n"):  # Starlette takes it for the path before it
-            raise HTTPException(404)
-        query = request.scope["query_string"]
-        try:
-            wanted = route.read(query, request.headers, request.path_params)
-        except Refusal as exc:
-            return response(route.refuse(exc))
-        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        call = route.open(wanted, answered.set_result)
-        receiving = asyncio.create_task(_receive(request, call, wanted.length))
-        try:
-            await asyncio.wait((answered, receiving), return_when=asyncio.FIRST_COMPLETED)
-            if not answered.done() and receiving.result():
-                return Response(status_code=Cancelled.status)  # which nobody reads
-            await asyncio.wait((answered,))
-            return response(answered.result())
-        except asyncio.CancelledError as exc:
-            if exc.args == (DRAINED,):  # `Middleware` answers
-                call.fail(stopped())
-            raise
-        finally:
-            receiving.add_done_callback(_read_exception)
-            receiving.cancel()
-            call.cancel()  # if it is not answered
+        return await answered(request, route, route.open)
 
     return answer
+
+
+async def answered(
+    request: Request, route: ImageRoute, begin: Callable[[Wanted, Reply], ImageRequest]
+) -> Response:
+    """The answer to the request of `route` that `begin`, which may raise a Refusal, opens."""
+    if path_of(request.scope).endswith("\n"):  # Starlette takes it for the path before it
+        raise HTTPException(404)
+    replied: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    try:
+        wanted = route.read(request.scope["query_string"], request.headers, request.path_params)
+        call = begin(wanted, replied.set_result)
+    except Refusal as exc:
+        return response(route.refuse(exc))
+    receiving = asyncio.create_task(_receive(request, call, wanted.length))
+    try:
+        await asyncio.wait((replied, receiving), return_when=asyncio.FIRST_COMPLETED)
+        if not replied.done() and receiving.result():
+            return Response(status_code=Cancelled.status)  # which nobody reads
+        await asyncio.wait((replied,))
+        return response(replied.result())
+    except asyncio.CancelledError as exc:
+        if exc.args == (DRAINED,):  # `Middleware` answers
+            call.fail(stopped())
+        raise
+    finally:
+        receiving.add_done_callback(_read_exception)
+        receiving.cancel()
+        call.cancel()  # if it is not answered
 
 
 def _read_exception(task: asyncio.Task[bool]) -> None:

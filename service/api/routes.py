@@ -57,9 +57,6 @@ class ImageRoute:
     """Its path, which may have placeholders."""
     read_form: ReadForm
     error: Callable[[Refusal], Answer] = error_answer
-    request: Callable[[ImageRoute, Wanted, Reply], ImageRequest] | None = None
-    options: Callable[[bytes], Any] = lambda _: None
-    """Reads further options from the query."""
 
     def read(self, query: bytes, headers: Headers, path: Mapping[str, str] | None = None) -> Wanted:
         """Read the options of a request. `path`: the values of the path's placeholders.
@@ -76,8 +73,7 @@ class ImageRoute:
         operation = http_operation("POST", self.template, self.template.format(**path))
         length, trace = self._length(headers), Ids.read(headers).trace
         parent = parent_of(trace, headers.get("tracestate", ""))
-        more = asks_first, self.options(query)
-        return Wanted(form, timeout_s, operation, parent, length, model, version, *more)
+        return Wanted(form, timeout_s, operation, parent, length, model, version, asks_first)
 
     def refuse(self, error: Refusal) -> Answer:
         """The answer to a request that `read` rejected."""
@@ -86,7 +82,7 @@ class ImageRoute:
 
     def open(self, wanted: Wanted, reply: Reply) -> ImageRequest:
         """Begin a request whose body is still to come."""
-        return (self.request or ImageRequest)(self, wanted, reply)
+        return ImageRequest(self, wanted, reply)
 
     def _length(self, headers: Headers) -> int | None:
         encoding = headers.get("content-encoding", "identity")

@@ -16,7 +16,7 @@ import pytest
 from service.assembly import open_service
 from service.server import _uvicorn as _uvicorn_of
 from service.settings import Settings
-from tests.service.http.conftest import settled
+from tests.service.api.conftest import settled
 from tests.service_process import PATIENCE_S
 from wire.door import HttpService
 from wire.listener import listen

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as attackers write it, at a running service; tests/service/http has each rule."""
+"""HTTP/1.1 as attackers write it, at a running service; tests/service/api has each rule."""
 
 from __future__ import annotations
 

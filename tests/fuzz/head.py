@@ -11,7 +11,7 @@ from urllib.parse import unquote_plus
 import httptools
 
 from lenet.explanation import Change
-from service.api.explain import explain_route
+from service.api.explain import explain_route, options
 from service.api.paths import POLICY, image_routes
 from service.api.routes import prefers
 from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
@@ -74,10 +74,9 @@ class HeadTarget(Target):
         parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Requests))
         parts |= {"limits": Limits(max_images=8), "max_body_bytes": MAX_BODY_BYTES}
         requests = Requests(**{**parts, "timeout_s": TIMEOUT_S})
-        explain = explain_route(requests, cast("Any", None))
         self._routes: FastRoutes = {
             (b"POST", b"/predict"): image_routes(requests)[b"POST", b"/predict"],
-            (b"POST", b"/explain"): explain,
+            (b"POST", b"/explain"): explain_route(requests),
         }
 
     def read(self, data: bytes) -> _Reader:
@@ -154,8 +153,11 @@ class HeadTarget(Target):
                 raise Finding(f"{name} is {getattr(wanted, name)!r} of {head.query!r}")
         if prefers("application/octet-stream", named.get("accept", "")) != wanted.form.binary:
             raise Finding("Accept is read in two ways")
-        if wanted.options is not None:
-            self._check_options(*wanted.options, query)
+        if head.path == b"/explain":
+            try:
+                self._check_options(*options(head.query), query)
+            except InvalidInput as exc:
+                check_error(exc)
 
     def _check_options(self, index: int, change: Change, query: dict[str, str]) -> None:
         noise = query.get("noise", "0")

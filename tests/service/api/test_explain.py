@@ -2,25 +2,48 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lenet import explanation
 from lenet.explanation import Change, explain
+from lenet.model import DenseBlock, Model
 from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
+from service.api import explain as module
+from service.api.explain import layers_of
 from service.api.schemas import ExplainResponse, InfoResponse
-from service.engine import explainer
+from service.errors import InferenceFailed, InvalidInput
 from tests.conftest import draw_weights
 from tests.documented import documented
-from tests.service.engine.test_explainer import Held
-from tests.service.http.test_app import FORM, JPEG, JSON, NPY, PNG, RAW, as_json, form, npy, picture
+from tests.service.api.test_app import FORM, JPEG, JSON, NPY, PNG, RAW, as_json, form, npy, picture
+from tests.service_process import PATIENCE_S
 from tests.wire.doors import until
 
 ROOT = Path(__file__).parents[3]
 LENET = ROOT / "weights/lenet/2.safetensors"
+
+
+class Held:
+    """Explanations begin, and compute each layer when `release` is called."""
+
+    def __init__(self, monkeypatch):
+        self._released, self.begun, self.layers = threading.Semaphore(0), 0, 0
+
+        def explain(*arguments):
+            self.begun += 1
+            for layer in explanation.explain(*arguments):
+                assert self._released.acquire(timeout=PATIENCE_S), "nobody released a layer"
+                self.layers += 1
+                yield layer
+
+        monkeypatch.setattr(module, "explain", explain)
+
+    def release(self, layers=1000):
+        self._released.release(layers)
 
 
 @pytest.fixture
@@ -65,9 +88,7 @@ def expected_layers(weights, image, change):
     [
         ("", Change()),
         ("&biases=off", Change(biases=False)),
-        ("&biases=on&noisy=conv2&noise=1.5", Change(noisy="conv2", noise=1.5)),
         ("&noisy=conv2&noise=15e-1", Change(noisy="conv2", noise=1.5)),
-        ("&noisy=&noise=0", Change()),
     ],
 )
 async def test_a_committed_model_is_explained_as_it_answers(open_app, query, change):
@@ -112,32 +133,17 @@ BODIES = (
 )
 
 
-async def test_every_form_of_body_is_explained_as_it_is_predicted(served, post, images):
+@pytest.mark.parametrize("query", ["", "?invert=true"])
+async def test_every_form_of_body_is_explained_as_it_is_predicted(served, post, images, query):
+    expected = ~images if query else images
     for content_type, encode in BODIES:
         body = encode(images)
-        found = answer(await post(body, content_type))
-        (predicted, *others) = (await served.post(body, content_type)).json()["predictions"]
+        found = answer(await post(body, content_type, query))
+        (predicted, *others) = (await served.post(body, content_type, query)).json()["predictions"]
         assert found.prediction.probabilities == pytest.approx(predicted["probabilities"], abs=1e-5)
         assert len(found.images) == 1 + len(others)
         if content_type not in (PNG, JPEG):
-            assert b"".join(map(base64.b64decode, found.images)) == images.tobytes()
-
-
-async def test_pixels_are_inverted_as_for_a_prediction(post, one):
-    found = answer(await post(one, query="?invert=true&model=tiny&version=3"))
-    assert base64.b64decode(found.images[0]) == bytes(255 - pixel for pixel in one)
-
-
-async def test_a_class_with_a_name_is_named(open_app, tmp_path, tiny, one):
-    weights = draw_weights(tiny)
-    names = tuple(f"class {label}" for label in range(10))
-    (tmp_path / "named/tiny").mkdir(parents=True)
-    training = dataclasses.replace(weights.training, labels=names)
-    dataclasses.replace(weights, training=training).write(tmp_path / "named/tiny/1.safetensors")
-    async with open_app(weights=tmp_path / "named") as served:
-        kind = {"Content-Type": RAW}
-        found = answer(await served.client.post("/explain", content=one, headers=kind))
-    assert found.prediction.name == f"class {found.prediction.label}"
+            assert b"".join(map(base64.b64decode, found.images)) == expected.tobytes()
 
 
 WRONG_QUERIES = [
@@ -221,50 +227,86 @@ async def test_an_explanation_is_counted_apart_from_predictions(served, post, on
     assert await served.requests("ok") == 0
 
 
+@pytest.mark.states(
+    "limits",
+    "explanations that wait in a worker",
+    found="explanations behind one that is held, until one is refused",
+)
 async def test_too_many_explanations_are_a_429_and_predictions_go_on(
-    served, post, refusal, held, one, monkeypatch
+    served, post, refusal, held, one
 ):
-    monkeypatch.setattr(explainer, "MAX_WAITING", 1)
-    begin, accepted = explainer.Explained.begin, []
-    monkeypatch.setattr(
-        explainer.Explained, "begin", lambda *of: (begin(*of), accepted.append(of)), raising=False
-    )
-    asked = [asyncio.create_task(post(one)) for _ in range(2)]
-    await until(lambda: held.begun and len(accepted) == 2)
-    response = await post(one)
-    refusal(response, 429, "overloaded")
-    assert response.headers["retry-after"] == "1"
+    (most,) = map(int, documented("explanations that wait in a worker"))
+    asked = {asyncio.create_task(post(one)) for _ in range(1 + most + 1)}
+    (refused,), accepted = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    error = refusal(await refused, 429, "overloaded")
+    assert error.message == f"{most} explanations wait, and no more may; try again later"
+    assert (await refused).headers["retry-after"] == "1"
+    assert await served.requests("overloaded") == 1
     assert (await served.post(one)).status_code == 200
-    assert (
-        await served.value(
-            "lenet_requests_total", model="tiny", version="3", protocol="http", outcome="overloaded"
-        )
-        == 1
-    )
+    in_time = served.service.fast_routes[b"POST", b"/predict"].requests.deadlines._waiting
+    left = accepted.pop()
+    left.cancel()
+    await until(lambda: len(in_time) == most)
+    assert await served.requests("cancelled") == 1
+    accepted.add(asyncio.create_task(post(one)))
     held.release()
-    assert [one.status_code for one in await asyncio.gather(*asked)] == [200, 200]
+    assert [one.status_code for one in await asyncio.gather(*accepted)] == [200] * (1 + most)
 
 
-async def test_a_deadline_that_passes_meanwhile_is_a_504(served, post, refusal, held, one):
-    error = refusal(await post(one, x_request_timeout_ms="20"), 504, "deadline_exceeded")
-    assert error.message == "no answer within 20 ms"
-    assert await served.requests("deadline_exceeded") == 1
+async def test_a_deadline_ends_one_that_waits_and_one_that_is_computed(
+    served, post, refusal, held, one
+):
+    asked = [asyncio.create_task(post(one, x_request_timeout_ms="40")) for _ in range(2)]
+    for response in await asyncio.gather(*asked):
+        error = refusal(response, 504, "deadline_exceeded")
+        assert error.message == "no answer within 40 ms"
+    assert await served.requests("deadline_exceeded") == 2
     held.release()
     answer(await post(one))
+    assert held.begun == 2  # the one that waited never began
 
 
-async def test_a_client_that_leaves_ends_its_explanation(served, held, one):
-    route = served.service.fast_routes[b"POST", b"/explain"]
-    replies = []
-    left, waiting, last = (
-        route.open(route.read(b"", {"content-type": RAW}), replies.append) for _ in range(3)
-    )
-    for call in (left, waiting, last):
-        call.complete(one)
-    await until(lambda: held.begun == 1)
-    left.cancel()
-    waiting.cancel()
-    held.release()
-    await until(lambda: replies)
-    assert (held.begun, held.layers) == (2, 2)  # the one that waited did not begin
-    assert await served.requests("cancelled") == 2
+async def test_a_client_that_leaves_ends_its_explanation(
+    open_app, weights, random_weights, held, one
+):
+    (weights / "mlp").mkdir()
+    random_weights("mlp").write(weights / "mlp/1.safetensors")
+    async with open_app() as served:
+        in_time = served.service.fast_routes[b"POST", b"/predict"].requests.deadlines._waiting
+        asked, kind = [], {"Content-Type": RAW}
+        for count in (1, 2, 3):
+            post = served.client.post("/explain?model=mlp", content=one, headers=kind)
+            asked.append(asyncio.create_task(post))
+            await until(lambda: held.begun == 1 and len(in_time) == count)  # noqa: B023
+        computed, waiting, last = asked
+        computed.cancel()
+        waiting.cancel()
+        await until(lambda: len(in_time) == 1)
+        assert await served.requests("cancelled") == 2
+        held.release()
+        layers = answer(await last).layers
+    assert (held.begun, held.layers) == (2, 1 + len(layers))
+
+
+@pytest.mark.states(
+    "limits",
+    "images in a request for an explanation; operations of a network",
+    found="networks of a hidden unit more and less: 784 + 10 multiplications each",
+)
+def test_a_network_of_too_many_operations_is_refused(tiny, images):
+    most = int(documented("images in a request for an explanation")[1])
+    units = most // 794
+    networks = [Model("m", (DenseBlock(count), *tiny.blocks)) for count in (units, units + 1)]
+    largest, larger = map(draw_weights, networks)
+    _, layers = layers_of(largest, images[:1], Change(), lambda: False)
+    assert [layer.kind for layer in layers] == ["dense", "logits"]
+    with pytest.raises(InvalidInput, match=f"expected at most {most} of a model"):
+        layers_of(larger, images[:1], Change(), lambda: False)
+
+
+def test_values_that_are_not_finite_fail(tiny, images):
+    weights = draw_weights(Model("m", (DenseBlock(3), *tiny.blocks)))
+    weights.tensors["dense1.bias"] = np.full(3, 3e38, np.float32)
+    weights.tensors["dense2.weight"] = np.full((10, 3), 3e38, np.float32)
+    with pytest.raises(InferenceFailed, match="layer dense2 computes values"):
+        layers_of(weights, images[:1], Change(), lambda: False)
