@@ -126,6 +126,7 @@ class Call(Protocol):
         """No message is there for now. Raises: Refusal."""
         ...
 
+    @property
     def is_ahead(self) -> bool:
         """Whether further messages have to wait."""
         ...
@@ -185,7 +186,7 @@ class GrpcStream(Exchange):
             self.writer.http2.taken(self.stream, len(data))
             return
         try:
-            between = self._message is None and not self._unread and not call.is_ahead()
+            between = self._message is None and not self._unread and not call.is_ahead
             whole = size >= 0 and not data[0] and int.from_bytes(data[1:5], "big") == size
             if between and whole:  # the frequent case: a frame is a message
                 self.since_s = self.writer.active_s
@@ -267,7 +268,7 @@ class GrpcStream(Exchange):
     def _waits(self) -> bool:
         """Whether the call, or the decompressor, takes nothing for now."""
         if self._message is None:
-            return self._call is not None and self._call.is_ahead()
+            return self._call is not None and self._call.is_ahead
         return self._inflater is not None and self._inflater.busy
 
     def _begin(self, prefix: bytes) -> None:

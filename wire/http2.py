@@ -228,6 +228,8 @@ class Http2:
         """Received on this connection."""
         self._last = 0
         """The highest number of a stream that the client opened."""
+        self.ending = False
+        """Whether no further requests are answered."""
         self._final: int | None = None
         """The last stream that is answered, once the second GOAWAY is written."""
         self._buffer = b""
@@ -537,8 +539,9 @@ class Http2:
         if stream is not None or number <= self._last or not number & 1:
             self._other_headers(stream, number, ends, block)
             return
+        head: Http2Head | None = self.head_cache.get(block) if self._table_is_empty else None
         try:
-            head = self._read_head(block)
+            head = head or self._read_head(block)
         except Malformed:
             self._last = number
             self._spend(_USELESS_HEADERS_CREDIT)
@@ -562,13 +565,10 @@ class Http2:
         self._handler.opened(stream, head, ends)
 
     def _read_head(self, block: bytes) -> Http2Head:
-        """The head of a request, if possible without decoding it. Raises: Malformed."""
+        """The head of a request whose block is not known. Raises: Malformed."""
         known = self.head_cache
         values: list[bytes] = []
         if self._table_is_empty:  # so that a literal changes nothing, however it is indexed
-            found: Http2Head | None = known.get(block)
-            if found is not None:
-                return found
             pieces, values = cut(block)
             if values and (maker := known.get(pieces)) is not None:
                 return self._with_values(maker, values)
@@ -791,8 +791,11 @@ class Http2:
         ends = END_STREAM if trailers is None else 0
         begin = _FRAME.pack(len(block) >> 8, len(block) & 255, HEADERS, END_HEADERS, number)
         middle = _FRAME.pack(size >> 8, size & 255, DATA, ends, number)
-        end = b"" if trailers is None else _frame(HEADERS, _ENDS, number, trailers)
-        self._write(b"".join((begin, block, middle, body, end)))
+        frames = [begin, block, middle, body]
+        if trailers is not None:
+            size = len(trailers)
+            frames += _FRAME.pack(size >> 8, size & 255, HEADERS, _ENDS, number), trailers
+        self._write(b"".join(frames))
         self._close(stream)
 
     def write(self, stream: Stream, pieces: Iterable[bytes]) -> None:
@@ -916,13 +919,8 @@ class Http2:
     def end(self) -> None:
         """Answer no requests after those that have come."""
         if self._final is None and self.failed is None:
-            self._final = self._last
+            self._final, self.ending = self._last, True
             self._write(_frame(GOAWAY, 0, 0, _WORD.pack(self._last) + _WORD.pack(0)))
-
-    @property
-    def ending(self) -> bool:
-        """Whether no further requests are answered."""
-        return self._final is not None
 
     def _write(self, frame: bytes) -> None:
         self.out.append(frame)

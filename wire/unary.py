@@ -28,6 +28,7 @@ class _Unary:
     """One call, and the receiver of its message."""
 
     body_timeout_s = _MESSAGE_S
+    is_ahead = False
 
     def __init__(
         self,
@@ -118,9 +119,6 @@ class _Unary:
 
     def wait(self) -> None:
         """Does nothing: `body_timeout_s` limits the time."""
-
-    def is_ahead(self) -> bool:
-        return False
 
     def stop(self, error: Refusal) -> None:
         if not self._has_begun:

@@ -60,6 +60,7 @@ class _Single(Request):
     __slots__ = ("_exchange", "_received")
 
     body_timeout_s = math.inf
+    is_ahead = False
 
     def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcStream) -> None:
         Request.__init__(self, requests, wanted)
@@ -84,9 +85,6 @@ class _Single(Request):
 
     def wait(self) -> None:
         self.wait_for_body()
-
-    def is_ahead(self) -> bool:
-        return False
 
     def stop(self, error: Refusal) -> None:
         if not self._received:
@@ -156,6 +154,7 @@ class _Stream:
 
     def wait(self) -> None: ...
 
+    @property
     def is_ahead(self) -> bool:
         # Many requests wait for their answers, or many answers for the client.
         full = self._places >= _STREAM_AHEAD or not self._exchange.is_read()
@@ -181,12 +180,12 @@ class _Stream:
 
     def write(self) -> None:
         """Write the answers that are next."""
-        unanswered, ahead = self._open, self.is_ahead()
+        unanswered, ahead = self._open, self.is_ahead
         while unanswered and (message := unanswered[0].message) is not None:
             self._places -= unanswered.popleft().places
             self._exchange.write(message)
         if self._last is not None:
             if not unanswered:
                 self._exchange.end(self._last)
-        elif ahead and not self.is_ahead():
+        elif ahead and not self.is_ahead:
             self._exchange.read_on()

@@ -266,6 +266,7 @@ class _SmallCall:
             raise InvalidInput("message: got none, expected a request", field="message")
         self._requests.put_nowait(None)
 
+    @property
     def is_ahead(self) -> bool:
         return self._requests.qsize() >= _STREAM_AHEAD
 

@@ -171,6 +171,7 @@ class Calls:
     def wait(self):
         self.heard.append("wait")
 
+    @property
     def is_ahead(self):
         return self.ahead
 
