@@ -106,23 +106,25 @@ class Wanted:
     version: str = ""
     asks_first: bool = False
     """Whether the client waits for `100 Continue` before it sends the body."""
+    refused: Callable[[Refusal], Any] = str
+    """An error in the form of the path, over HTTP."""
 
 
 class Request(Work):
     """One prediction, from the head of its request to its answer.
 
     A subclass says how it is answered: by `reply` or `reply_error`, one of which is called once,
-    unless the request is cancelled.
+    unless the request is cancelled. `to` is what they answer.
     """
 
     __slots__ = (
         *("_body", "_decode_s", "_decoding_began_s", "_form", "_held_bytes", "_job", "_length"),
         *("_model", "_model_is_unknown", "_range", "_requests", "_served", "_started_s"),
-        *("_transferring", "_wanted", "_watched", "asked", "done", "moved_bytes"),
+        *("_to", "_transferring", "_wanted", "_watched", "asked", "done", "moved_bytes"),
     )
 
-    def __init__(self, requests: Requests, wanted: Wanted) -> None:
-        self._requests, self._wanted = requests, wanted
+    def __init__(self, requests: Requests, wanted: Wanted, to: Any) -> None:
+        self._requests, self._wanted, self._to = requests, wanted, to
         self._form = form = wanted.form
         self._length = wanted.length
         self._started_s = started_s = time.monotonic()
@@ -273,19 +275,18 @@ class Request(Work):
 
     def _find(self) -> Batcher:
         """The model that the body names, or else the head. Raises: UnknownModel."""
-        served, asked = self._served, self.asked
-        if served is None or asked is not NOTHING or served.closed:
-            wanted = self._wanted
-            served = self._requests.models.get(
-                asked.model or wanted.model, asked.version or wanted.version
-            )
-            self._served, self._model_is_unknown = served, False
-            self._model = served.version.key
+        asked, wanted = self.asked, self._wanted
+        model, version = asked.model or wanted.model, asked.version or wanted.version
+        self._served = served = self._requests.models.get(model, version)
+        self._model_is_unknown, self._model = False, served.version.key
         return served
 
     def compute(self, images: Images) -> None:
         """Queue `images`, which has `answered` called. Raises: ServiceError."""
-        self._find().enqueue(self, images)
+        batcher = self._served
+        if batcher is None or self.asked is not NOTHING or batcher.closed:
+            batcher = self._find()
+        batcher.enqueue(self, images)
         self._model = self.version.key
 
     def withdraw(self) -> None:

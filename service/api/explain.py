@@ -73,7 +73,7 @@ def explain_endpoint(requests: Requests, thread: ThreadPoolExecutor) -> Endpoint
     async def explain(request: Request) -> Response:
         def begin(wanted: Wanted, reply: Reply) -> ImageRequest:
             index, change = options(request.scope["query_string"])
-            return _Explanation(route, wanted, reply, thread, unfinished, index, change)
+            return _Explanation(route.requests, wanted, reply, thread, unfinished, index, change)
 
         return await answered(request, route, begin)
 
@@ -106,7 +106,7 @@ class _Explanation(ImageRequest):
 
     def __init__(
         self,
-        route: ImageRoute,
+        requests: Requests,
         wanted: Wanted,
         reply: Reply,
         thread: ThreadPoolExecutor,
@@ -114,7 +114,7 @@ class _Explanation(ImageRequest):
         index: int,
         change: Change,
     ) -> None:
-        super().__init__(route, wanted, reply)
+        super().__init__(requests, wanted, reply)
         self._thread, self._unfinished = thread, unfinished
         self._index, self._change = index, change
         self._computing: _Computing | None = None

@@ -29,6 +29,12 @@ SERVICE = "inference.GRPCInferenceService"
 _STREAM_AHEAD = 32
 """Requests of a stream that are worked on while the first of them is not written."""
 
+# Triton's clients may wait for it, as a model may give several answers to a request there.
+_LAST = {"triton_final_response": pb.InferParameter(bool_param=True)}
+_FINAL = pb.ModelInferResponse(parameters=_LAST).SerializeToString()
+_RESPONSE = pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | 2
+"""The tag of an answer in a message of a stream."""
+
 _BYTES_OF_ONE = 400 * 1024
 """A request of a stream counts as another one for each so many bytes."""
 
@@ -57,20 +63,20 @@ def infer_methods(requests: Requests) -> dict[str, Method]:
 class _Single(Request):
     """A call of `ModelInfer`, and its request. A stop lets it end if the request has begun."""
 
-    __slots__ = ("_exchange", "_received")
+    __slots__ = ("_received",)
 
     body_timeout_s = math.inf
     is_ahead = False
 
     def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcStream) -> None:
-        Request.__init__(self, requests, wanted)
-        self._exchange, self._received = exchange, False
+        Request.__init__(self, requests, wanted, exchange)
+        self._received = False
 
     def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
-        self._exchange.reply(content.body)
+        self._to.reply(content.body)
 
     def reply_error(self, error: Refusal) -> None:
-        self._exchange.end(status_of(error))
+        self._to.end(status_of(error))
 
     def message(self, size: int | None) -> FastCall:
         if self._received:
@@ -99,28 +105,25 @@ class _Streamed(Request):
         message: the answer, once it is made.
     """
 
-    __slots__ = ("_stream", "message", "places")
+    __slots__ = ("message", "places")
 
-    def __init__(self, stream: _Stream, requests: Requests, wanted: Wanted, places: int) -> None:
-        Request.__init__(self, requests, wanted)
-        self._stream, self.places = stream, places
+    def __init__(self, requests: Requests, wanted: Wanted, stream: _Stream, places: int) -> None:
+        Request.__init__(self, requests, wanted, stream)
+        self.places = places
         self.message: bytes | None = None
 
     def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
-        response = pb.ModelStreamInferResponse()
-        response.infer_response.MergeFromString(content.body)
-        self._end(response)
+        body = content.body + _FINAL  # fields that follow each other are one message
+        self.message = _varint(_RESPONSE) + _varint(len(body)) + body
+        self._to.write()
 
     def reply_error(self, error: Refusal) -> None:
-        response = pb.ModelStreamInferResponse(error_message=status_of(error).details)
-        response.infer_response.id = self.asked.id or ""
-        self._end(response)
-
-    def _end(self, response: pb.ModelStreamInferResponse) -> None:
-        # Triton's clients may wait for it, as a model may give several answers to a request there.
-        response.infer_response.parameters["triton_final_response"].bool_param = True
+        response = pb.ModelStreamInferResponse(
+            error_message=status_of(error).details,
+            infer_response=pb.ModelInferResponse(id=self.asked.id or "", parameters=_LAST),
+        )
         self.message = response.SerializeToString()
-        self._stream.write()
+        self._to.write()
 
 
 class _Stream:
@@ -142,7 +145,7 @@ class _Stream:
 
     def message(self, size: int | None) -> FastCall:
         places = 1 + (size or 0) // _BYTES_OF_ONE
-        request = _Streamed(self, self._requests, self._wanted, places)
+        request = _Streamed(self._requests, self._wanted, self, places)
         self._open.append(request)
         self._places += places
         request.announce(size)
@@ -189,3 +192,12 @@ class _Stream:
                 self._exchange.end(self._last)
         elif ahead and not self.is_ahead:
             self._exchange.read_on()
+
+
+def _varint(value: int) -> bytes:
+    """`value` as protobuf writes lengths: seven bits a byte, lowest first."""
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*found, value))

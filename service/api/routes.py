@@ -73,7 +73,8 @@ class ImageRoute:
         operation = http_operation("POST", self.template, self.template.format(**path))
         length, trace = self._length(headers), Ids.read(headers).trace
         parent = parent_of(trace, headers.get("tracestate", ""))
-        return Wanted(form, timeout_s, operation, parent, length, model, version, asks_first)
+        asked = length, model, version, asks_first
+        return Wanted(form, timeout_s, operation, parent, *asked, self.error)
 
     def refuse(self, error: Refusal) -> Answer:
         """The answer to a request that `read` rejected."""
@@ -82,7 +83,7 @@ class ImageRoute:
 
     def open(self, wanted: Wanted, reply: Reply) -> ImageRequest:
         """Begin a request whose body is still to come."""
-        return ImageRequest(self, wanted, reply)
+        return ImageRequest(self.requests, wanted, reply)
 
     def _length(self, headers: Headers) -> int | None:
         encoding = headers.get("content-encoding", "identity")
@@ -99,25 +100,37 @@ class ImageRoute:
 
 
 class ImageRequest(Request):
-    """A request for predictions over HTTP."""
+    """A request for predictions over HTTP, which answers `to` the server, see `Reply`."""
 
-    __slots__ = ("_answer", "_error")
-
-    def __init__(self, route: ImageRoute, wanted: Wanted, reply: Reply) -> None:
-        Request.__init__(self, route.requests, wanted)
-        self._answer, self._error = reply, route.error
+    __slots__ = ()
 
     def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
-        """Answer with `content`, its times and the model's version."""
+        """Answer with `content`, the model's version, and Server-Timing (W3C).
+
+        That is milliseconds by stage, and the rows of the batch.
+        """
         body = content.body
         if rest:
             body, *rest = rest
-        lines = content.lines + _timing(times_s, self.batch_rows, self.version.version)
-        self._answer(Answer(200, content.media_type, body, lines, rest))
+        decode, queue, compute, encode, total = times_s
+        lines = (
+            b"%bserver-timing: decode;dur=%.3f, queue;dur=%.3f, compute;dur=%.3f, "
+            b'encode;dur=%.3f, total;dur=%.3f, batch;desc="%d"\r\nx-model-version: %b\r\n'
+        ) % (
+            content.lines,
+            1e3 * decode,
+            1e3 * queue,
+            1e3 * compute,
+            1e3 * encode,
+            1e3 * total,
+            self.batch_rows,
+            self.version.version.encode(),
+        )
+        self._to(Answer(200, content.media_type, body, lines, rest))
 
     def reply_error(self, error: Refusal) -> None:
         """Answer with `error` in its route's form."""
-        self._answer(self._error(error))
+        self._to(self._wanted.refused(error))
 
 
 def read_predict(
@@ -232,20 +245,3 @@ def _timeout_s(headers: Mapping[str, str]) -> float:
     if not re.fullmatch("[0-9]{1,7}", text) or not 1 <= int(text) <= MAX_TIMEOUT_MS:
         raise invalid(TIMEOUT_HEADER, shown(text), f"whole milliseconds from 1 to {MAX_TIMEOUT_MS}")
     return int(text) / 1e3
-
-
-def _timing(times_s: TimesS, batch_rows: int, version: str) -> bytes:
-    """Server-Timing (W3C), milliseconds by stage and the rows of the batch, and X-Model-Version."""
-    decode, queue, compute, encode, total = times_s
-    return (
-        b"server-timing: decode;dur=%.3f, queue;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f, "
-        b'total;dur=%.3f, batch;desc="%d"\r\nx-model-version: %s\r\n'
-    ) % (
-        1e3 * decode,
-        1e3 * queue,
-        1e3 * compute,
-        1e3 * encode,
-        1e3 * total,
-        batch_rows,
-        version.encode(),
-    )

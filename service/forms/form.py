@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, get_args
 
-from lenet.pixels import Images, Probabilities
+from lenet.pixels import Images
 from service.pictures.headers import Doubt
+
+if TYPE_CHECKING:  # decoding processes do not load it
+    from service.engine.queue import Work
 
 Body: TypeAlias = bytes | bytearray | memoryview
 """Bytes as they arrived."""
@@ -83,67 +86,8 @@ class Content:
     steps: Iterator[bytes] | None = None
 
 
-class Batch(Protocol):
-    """The probabilities of a batch, float32 (n, classes).
-
-    `encoded` keeps what a form makes of the whole batch, for the batch's other requests.
-    """
-
-    probabilities: Probabilities
-    encoded: dict[str, Any]
-
-
-class Version(Protocol):
-    """A version of a model."""
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        ...
-
-    @property
-    def version(self) -> str:
-        """The version's name."""
-        ...
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the classes."""
-        ...
-
-
-class Answered(Protocol):
-    """A request that was computed: `rows` rows of `batch` from `row` on."""
-
-    @property
-    def batch(self) -> Batch:
-        """The batch that holds the answer."""
-        ...
-
-    @property
-    def row(self) -> int:
-        """Index of the first row."""
-        ...
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        ...
-
-    @property
-    def version(self) -> Version:
-        """The version that computed them."""
-        ...
-
-    @property
-    def queue_us(self) -> int:
-        """Microseconds until the first rows were cut."""
-        ...
-
-    @property
-    def compute_us(self) -> int:
-        """Microseconds from the first cut until the last rows were computed."""
-        ...
+Answered: TypeAlias = "Work"
+"""A request that was computed: `rows` rows of `batch` from `row` on."""
 
 
 class Form(Protocol):

@@ -70,8 +70,11 @@ class OipProtoForm:
         """Estimated seconds to decode it."""
         return message_cost_s(len(body))
 
+    @span("encode")
     def write(self, asked: Asked, answered: Answered) -> Content:
         """A serialized ModelInferResponse. Outputs are raw if the images were."""
+        if asked.raw and not any(output.classes for output in asked.outputs):
+            return Content(b"", _encode_raw(asked, answered))
         return Content(b"", _encode(asked, answered))
 
 
@@ -229,10 +232,7 @@ def _asked_of_one_image(head: bytes) -> Asked | None:
         return None
 
 
-@span("encode")
 def _encode(asked: Asked, answered: Answered) -> bytes:
-    if asked.raw and not any(output.classes for output in asked.outputs):
-        return _encode_raw(asked, answered)
     version = answered.version
     response = pb.ModelInferResponse(
         model_name=version.name, model_version=version.version, id=asked.id

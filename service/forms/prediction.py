@@ -28,7 +28,7 @@ _A_ROW = 4
 def prediction_json(answered: Answered, doubts: Sequence[tuple[int, Doubt]]) -> Content:
     """The JSON of `PredictResponse`: a batch's numbers are written once for all its requests."""
     batch, version, start = answered.batch, answered.version, answered.row
-    end = _end(doubts)
+    end = b']}],"warnings":%s}' % orjson.dumps(warnings(doubts)) if doubts else b"]}]}"
     if answered.rows > WRITTEN_ROWS:
         return Content(JSON, steps=_steps(answered, end))
     pieces: list[bytes] | None = batch.encoded.get("json")
@@ -66,11 +66,6 @@ def _steps(answered: Answered, end: bytes) -> Iterator[bytes]:
         yield b"".join(pieces)
 
 
-def _end(doubts: Sequence[tuple[int, Doubt]]) -> bytes:
-    """The end of the JSON, after the last number."""
-    return b']}],"warnings":%s}' % orjson.dumps(warnings(doubts)) if doubts else b"]}]}"
-
-
 def warnings(doubts: Sequence[tuple[int, Doubt]]) -> list[dict[str, object]]:
     """The `warnings` of an answer."""
     return [{"image": index, "code": doubt, "message": WARNINGS[doubt]} for index, doubt in doubts]
@@ -100,7 +95,6 @@ def one_prediction(probabilities: Probabilities, names: tuple[str, ...]) -> byte
 
 @lru_cache(maxsize=64)
 def _beginnings(names: tuple[str, ...]) -> list[bytes]:
-    """The first piece of a row, by its label."""
     return [
         b']},{"label":%d,%s"confidence":'
         % (label, b"" if name == str(label) else b'"name":%s,' % orjson.dumps(name))
