@@ -10,6 +10,7 @@ many images are INVALID_ARGUMENT as in Triton, because a retry would not help.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -214,8 +215,6 @@ class _SmallCall:
         kind: the class of the requests.
     """
 
-    body_timeout_s = _MESSAGE_S
-
     def __init__(
         self,
         answer: Callable[[Any], Any],
@@ -230,9 +229,17 @@ class _SmallCall:
         self._body = b""
         self._received = 0
         self._requests: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._task = asyncio.ensure_future(self._run(timeout_s))
-        tasks.add(self._task)
-        self._task.add_done_callback(tasks.discard)
+        self._tasks, self._timeout_s = tasks, math.inf if timeout_s is None else timeout_s
+        self._late_s = asyncio.get_running_loop().time() + self._timeout_s
+        self._task: asyncio.Task[None] | None = None
+        self.body_timeout_s = min(_MESSAGE_S, self._timeout_s)
+        if is_stream:
+            self._start()
+
+    def _start(self) -> None:
+        self._task = asyncio.ensure_future(self._run())
+        self._tasks.add(self._task)
+        self._task.add_done_callback(self._tasks.discard)
 
     # `body_timeout_s` limits the time, and messages are small.
     def wait(self) -> None: ...
@@ -260,6 +267,8 @@ class _SmallCall:
         except DecodeError:
             raise InvalidInput(f"message: not a {self._name}", field="message") from None
         self._requests.put_nowait(request)
+        if self._task is None:  # a call that sends no message needs none
+            self._start()
 
     def half_close(self) -> None:
         if not self._received:
@@ -277,11 +286,17 @@ class _SmallCall:
     def fail(self, error: Refusal) -> None:
         if isinstance(error, BodyTimeout):
             error = BodyTimeout("message: it did not arrive in time", field="message")
+            if self._timeout_s < _MESSAGE_S:
+                error = self._late()
         self.cancel()
         self._exchange.end(status_of(error))
 
     def cancel(self) -> None:
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"no answer within {round(self._timeout_s * 1e3, 3):g} ms")
 
     def _too_large(self, found: str) -> InvalidInput:
         expected = f"at most {_MAX_SMALL_BYTES} of a {self._name}"
@@ -289,17 +304,16 @@ class _SmallCall:
             expected += "; models are read from the folder, and not from requests"
         return invalid("message", found, expected)
 
-    async def _run(self, timeout_s: float | None) -> None:
-        limit = asyncio.timeout(timeout_s)
+    async def _run(self) -> None:
+        limit = asyncio.timeout_at(self._late_s if self._late_s < math.inf else None)
         try:
             async with limit:
                 await (self._answer_all() if self._is_stream else self._answer_one())
         except Refusal as exc:
             self._exchange.end(status_of(exc))
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
-            if timeout_s is not None and limit.expired():
-                late = DeadlineExceeded(f"no answer within {round(timeout_s * 1e3, 3):g} ms")
-                self._exchange.end(status_of(late))
+            if limit.expired():
+                self._exchange.end(status_of(self._late()))
             else:
                 self._exchange.end(internal_error(exc))
 
