@@ -142,7 +142,14 @@ async def open_service(
         placement = place(settings)
         placed = time.perf_counter()
         faults = Faults() if settings.fault_injection else None
-        config = _engine_config(settings, placement, faults)
+        config = EngineConfig(
+            placement=placement,
+            max_queue_rows=settings.max_queue_rows,
+            max_wait_s=settings.max_wait_us / 1e6,
+            hang_timeout_s=settings.hang_timeout_s,
+            drain_timeout_s=settings.drain_timeout_s,
+            faults=faults,
+        )
         models = await stack.enter_async_context(
             Models(
                 weights,
@@ -169,9 +176,9 @@ async def open_service(
         repository = Repository(models, folder, alone=not shared)
         stack.push_async_callback(repository.close, settings.drain_timeout_s)
         await repository.start()
-        decoders = stack.enter_context(
-            Decoders(metrics, _decoder_count(settings), _decoder_memory_bytes(settings))
-        )
+        # For a decoder itself and the largest picture, and a body and its copy.
+        decoder_bytes = _DECODER_BYTES + 2 * settings.max_body_bytes
+        decoders = stack.enter_context(Decoders(metrics, _decoder_count(settings), decoder_bytes))
         budget = Budget(settings.max_in_flight_bytes)
         metrics.watch_in_flight(lambda: budget.held_bytes)
         timeout_s = settings.request_timeout_ms / 1e3
@@ -257,22 +264,6 @@ def _decoder_count(settings: Settings) -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         cores = len(os.sched_getaffinity(0))
     return settings.decoders or min(8, max(2, cores // settings.workers))
-
-
-def _decoder_memory_bytes(settings: Settings) -> int:
-    """The most memory of a decoder: for itself and the largest picture, and a body and its copy."""
-    return _DECODER_BYTES + 2 * settings.max_body_bytes
-
-
-def _engine_config(settings: Settings, placement: Placement, faults: Faults | None) -> EngineConfig:
-    return EngineConfig(
-        placement=placement,
-        max_queue_rows=settings.max_queue_rows,
-        max_wait_s=settings.max_wait_us / 1e6,
-        hang_timeout_s=settings.hang_timeout_s,
-        drain_timeout_s=settings.drain_timeout_s,
-        faults=faults,
-    )
 
 
 def _info(

@@ -26,6 +26,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -123,6 +124,21 @@ def _received(signals: Signals) -> Iterator[socket.socket]:
         yield reader
 
 
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """A process, and what is known of it; times are of the monotonic clock."""
+
+    process: BaseProcess
+    devices: tuple[int, ...]
+    is_first: bool
+    """Whether it replaces no other."""
+    watch: Watch
+    inbox: Inbox
+    fault_s: float = math.inf
+    """When another worker lost a GPU that this one uses, too."""
+    kill_at_s: float = math.inf
+
+
 class _Supervisor:
     def __init__(
         self,
@@ -142,18 +158,11 @@ class _Supervisor:
         self._shared_gpu = shared_gpu
         self._folder = folder
         self._spawn = multiprocessing.get_context("spawn")
-        self._workers: list[BaseProcess] = []
-        self._watches: dict[BaseProcess, Watch] = {}
-        self._inboxes: dict[BaseProcess, Inbox] = {}
-        self._devices: dict[BaseProcess, tuple[int, ...]] = {}
-        self._first: list[BaseProcess] = []  # those that replace no other
+        self._workers: list[_Worker] = []
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
-        self._fault_s = -math.inf  # when a worker last ended because its device was lost
-        self._beside: list[BaseProcess] = []  # the workers that lived then
-        self._ended: list[BaseProcess] = []  # those of them that this process ended
-        self._stop_number = self._second_number = 0  # of signals
-        self._stopping = False
-        self._close_at_s = self._kill_at_s = self._retry_at_s = self._end_at_s = math.inf
+        self._second_number = 0  # of a signal
+        self._signalled = self._stopping = False
+        self._close_at_s = self._retry_at_s = math.inf
         self._shutdown_pipe, self._stop_writer = self._spawn.Pipe(duplex=False)
 
     def run(self) -> ExitCode:
@@ -163,43 +172,42 @@ class _Supervisor:
     def _watch(self) -> ExitCode:
         self._take_signals()
         if not self._stopping:
-            self._add(self._settings.workers)
-        self._first = list(self._workers)
+            self._add(first=True)
         outcome = ExitCode.STOPPED
         check_at_s = time.monotonic() + BEAT_S
         while self._workers:
-            next_s = min(check_at_s, self._close_at_s, self._kill_at_s, self._end_at_s)
-            wait_s = next_s - time.monotonic()
+            kill_at_s = min(worker.kill_at_s for worker in self._workers)
+            wait_s = min(check_at_s, self._close_at_s, kill_at_s) - time.monotonic()
             events = self._selector.select(0 if self._sharing.stuck else max(0.0, wait_s))
             ready = {key.fileobj for key, _ in events}
             if self._signals in ready:
                 self._take_signals()
             self._sharing.share(ready)
-            for worker in [one for one in self._workers if one.sentinel in ready]:
-                if worker.is_alive():
+            for worker in [one for one in self._workers if one.process.sentinel in ready]:
+                if worker.process.is_alive():
                     continue  # about to end
                 self._forget(worker)
                 if not self._stopping:
                     outcome = self._after_death(worker)
-                worker.close()
-                del self._devices[worker]
+                worker.process.close()
             now_s = time.monotonic()
             if now_s >= check_at_s:
                 check_at_s = now_s + BEAT_S  # not one after another after a suspend
                 self._kill_stuck()
-            if now_s >= self._retry_at_s and not self._stopping and not self._left():
-                self._retry_at_s = math.inf
-                self._add(self._settings.workers - len(self._workers))
-            if now_s >= self._end_at_s:
-                self._end_at_s = math.inf
-                for neighbour in self._left():
-                    neighbour.kill()
+            if now_s >= self._retry_at_s and not self._stopping:
+                self._add()
             if now_s >= self._close_at_s:
                 self._close_at_s = math.inf
                 self._sharing.close()
-            if now_s >= self._kill_at_s:
-                self._kill_at_s = math.inf
-                self._kill_late()
+            for worker in self._workers:
+                if now_s >= worker.kill_at_s:
+                    worker.kill_at_s = math.inf
+                    if self._stopping:
+                        _log.error(
+                            "worker %d did not stop within %g s after the drain: killed",
+                            *(worker.process.pid, STOP_LIMIT_S),
+                        )
+                    worker.process.kill()
         if self._second_number:
             sys.exit(128 + self._second_number)
         return outcome
@@ -209,30 +217,34 @@ class _Supervisor:
             (number,) = self._signals.recv(1)
             if number == signal.SIGHUP:
                 self._reload()
-            elif self._stop_number:
+            elif self._signalled:
                 if not self._second_number:
                     _log.warning("second signal: exiting immediately")
                 self._second_number = number
-                self._kill_all()
+                for worker in self._workers:
+                    worker.process.kill()
             else:
-                self._stop_number = number
+                self._signalled = True
                 self._stop()
 
-    def _add(self, number: int) -> None:
-        for _ in range(number):
-            used = [self._devices[one] for one in self._workers]
-            devices = min(shares(self._settings.devices, self._settings.workers), key=used.count)
-            worker = self._start(devices)
+    def _add(self, *, first: bool = False) -> None:
+        """Start the workers that are missing, unless some that lost their GPU are yet to end."""
+        if self._shared_gpu and any(one.fault_s < math.inf for one in self._workers):
+            return  # until then MPS takes no new client
+        self._retry_at_s = math.inf
+        parts = shares(self._settings.devices, self._settings.workers)
+        while len(self._workers) < self._settings.workers:
+            used = [worker.devices for worker in self._workers]
+            worker = self._start(min(parts, key=used.count), first)
             self._workers.append(worker)
-            self._devices[worker] = devices
-            self._selector.register(worker.sentinel, selectors.EVENT_READ)
+            self._selector.register(worker.process.sentinel, selectors.EVENT_READ)
 
-    def _start(self, devices: tuple[int, ...]) -> BaseProcess:
+    def _start(self, devices: tuple[int, ...], first: bool) -> _Worker:
         beats, heartbeat = self._spawn.Pipe(duplex=False)
         settings = self._settings.model_copy(update={"devices": devices})
         with heartbeat:
             inbox = self._sharing.add()
-            worker = self._spawn.Process(
+            process = self._spawn.Process(
                 target=_work,
                 args=(settings, self._shutdown_pipe, heartbeat, inbox, self._folder),
                 daemon=True,
@@ -241,108 +253,78 @@ class _Supervisor:
             # which happens where it is not alive, unblocks some.
             resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-            worker.start()
-        assert worker.pid is not None, "bug: the worker was not started"
-        self._watches[worker] = Watch(beats, self._settings.hang_timeout_s)
-        self._inboxes[worker] = inbox
-        _log.info("worker %d started", worker.pid)
-        return worker
+            process.start()
+        _log.info("worker %d started", process.pid)
+        return _Worker(process, devices, first, Watch(beats, self._settings.hang_timeout_s), inbox)
 
-    def _forget(self, worker: BaseProcess) -> None:
+    def _forget(self, worker: _Worker) -> None:
         self._workers.remove(worker)
-        self._selector.unregister(worker.sentinel)
-        assert worker.pid is not None, "bug: the worker was not started"
+        self._selector.unregister(worker.process.sentinel)
+        assert worker.process.pid is not None, "bug: the worker was not started"
         if self._folder is not None:
-            workers.fold(self._folder, worker.pid)
-            repository.forget(self._folder, worker.pid)
-        if (watch := self._watches.pop(worker, None)) is not None:
-            watch.close()
-            self._sharing.remove(self._inboxes.pop(worker))
+            workers.fold(self._folder, worker.process.pid)
+            repository.forget(self._folder, worker.process.pid)
+        worker.watch.close()
+        self._sharing.remove(worker.inbox)
 
     def _kill_stuck(self) -> None:
-        for worker, watch in self._watches.items():
-            if watch.is_stuck() and worker.is_alive() and not self._stopping:
+        for worker in self._workers:
+            if worker.watch.is_stuck() and worker.process.is_alive() and not self._stopping:
                 _log.error(
                     "worker %d gave no sign of life in %d checks, %g s apart: it is stopped or its "
                     "event loop is stuck: killed",
-                    *(worker.pid, watch.allowed, BEAT_S),
+                    *(worker.process.pid, worker.watch.allowed, BEAT_S),
                 )
-                worker.kill()
+                worker.process.kill()
 
-    def _after_death(self, worker: BaseProcess) -> ExitCode:
+    def _after_death(self, worker: _Worker) -> ExitCode:
         """Replace `worker`, or stop all; returns the exit code in case it is the end."""
-        code = worker.exitcode or 0
+        pid, code, now_s = worker.process.pid, worker.process.exitcode or 0, time.monotonic()
         files = code in (ExitCode.WEIGHTS, ExitCode.SETTINGS)  # the certificate's are settings
-        if files and worker not in self._first and self._workers:
-            _log.error("worker %d: another try in %g s, others serve", worker.pid, RETRY_S)
-            self._retry_at_s = time.monotonic() + RETRY_S
+        if files and not worker.is_first and self._workers:
+            _log.error("worker %d: another try in %g s, others serve", pid, RETRY_S)
+            self._retry_at_s = now_s + RETRY_S
             return ExitCode.STOPPED
         # A GPU that served a worker may fail its successor for a moment.
-        if code in _FINAL and (code != ExitCode.BACKEND or worker in self._first):
+        if code in _FINAL and (code != ExitCode.BACKEND or worker.is_first):
             self._stop()
             return ExitCode(code)
-        _log.error("worker %d ended with %d", worker.pid, code)
-        now_s = time.monotonic()
-        if not self._same_fault(worker, now_s):
+        _log.error("worker %d ended with %d", pid, code)
+        lost = code == ExitCode.DEVICE
+        # Whether it ended by a fault that is counted already: without MPS each worker notices it.
+        same_fault = worker.fault_s < math.inf and (
+            self._shared_gpu or (lost and now_s - worker.fault_s < SAME_FAULT_S)
+        )
+        if not same_fault:
             self._deaths.append(now_s)
         if len(self._deaths) > RESTARTS and self._deaths[-1] - self._deaths[0] < RESTART_WINDOW_S:
             _log.error("more than %d deaths in %g s: giving up", RESTARTS, RESTART_WINDOW_S)
             self._stop()
             return ExitCode.WORKERS
-        if self._shared_gpu and code == ExitCode.DEVICE and worker not in self._ended:
-            # They lost the GPU to the same fault. A worker with a batch notices that and answers
-            # its callers; an idle one does not, and is ended.
-            # Those that lost another GPU just before are still to be ended, and no later.
-            left, end_at_s = self._left(), now_s + SAME_FAULT_S
-            self._end_at_s = min(self._end_at_s, end_at_s) if left else end_at_s
-            self._ended = left + [one for one in self._neighbours(worker) if one not in left]
-        if not self._left():  # until then MPS takes no new client
-            self._add(self._settings.workers - len(self._workers))
+        if lost and not same_fault:
+            for other in self._workers:
+                if not worker.devices or set(worker.devices) & set(other.devices):
+                    other.fault_s = now_s
+                    if self._shared_gpu:
+                        # A worker with a batch notices that it lost the GPU, too, and answers its
+                        # callers; an idle one does not, and is ended.
+                        other.kill_at_s = min(other.kill_at_s, now_s + SAME_FAULT_S)
+        self._add()
         return ExitCode.STOPPED
-
-    def _left(self) -> list[BaseProcess]:
-        """The workers that this process is about to end, and that still run."""
-        return [one for one in self._ended if one in self._workers]
-
-    def _same_fault(self, worker: BaseProcess, now_s: float) -> bool:
-        """Whether `worker` lost its device to a fault that is counted already."""
-        if worker in self._ended:
-            return True
-        if worker.exitcode != ExitCode.DEVICE:
-            return False
-        if worker in self._beside and now_s - self._fault_s < SAME_FAULT_S:
-            return True
-        self._fault_s, self._beside = now_s, self._neighbours(worker)
-        return False
-
-    def _neighbours(self, worker: BaseProcess) -> list[BaseProcess]:
-        """The other workers that use a GPU of `worker`, which has ended."""
-        own = set(self._devices[worker])
-        return [one for one in self._workers if own.intersection(self._devices[one]) or not own]
 
     def _reload(self) -> None:
         for worker in self._workers:
-            assert worker.pid is not None, "bug: the worker was not started"
-            if worker.is_alive():  # otherwise its process id may be another's by now
-                os.kill(worker.pid, signal.SIGHUP)
+            pid = worker.process.pid
+            assert pid is not None, "bug: the worker was not started"
+            if worker.process.is_alive():  # otherwise its process id may be another's by now
+                os.kill(pid, signal.SIGHUP)
 
     def _stop(self) -> None:
         self._stopping = True
         self._close_at_s = time.monotonic() + self._settings.grace_s
-        self._kill_at_s = self._close_at_s + self._settings.drain_timeout_s + STOP_LIMIT_S
+        for worker in self._workers:
+            worker.kill_at_s = self._close_at_s + self._settings.drain_timeout_s + STOP_LIMIT_S
         self._stop_writer.close()
-
-    def _kill_late(self) -> None:
-        for worker in self._workers:
-            _log.error(
-                "worker %d did not stop within %g s after the drain: killed",
-                *(worker.pid, STOP_LIMIT_S),
-            )
-        self._kill_all()
-
-    def _kill_all(self) -> None:
-        for worker in self._workers:
-            worker.kill()
 
 
 def shares(devices: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:

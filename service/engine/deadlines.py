@@ -6,7 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from service.engine.queue import Work
 
 _log = logging.getLogger(__name__)
 
@@ -19,12 +22,6 @@ _SHARE = 0.05
 _NEVER = float("inf")
 
 
-class Waiting(Protocol):
-    """An object with a deadline on the loop's clock; hashed by identity."""
-
-    deadline_s: float
-
-
 class Deadlines:
     """Calls back those that are still there when their deadline passes.
 
@@ -35,13 +32,13 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[Waiting, Callable[[Any], None]] = {}
+        self._waiting: dict[Work, Callable[[Any], None]] = {}
         self._look_s = _NEVER
         """Time of the next check: the earliest deadline, or the end of the pause."""
         self._pause_until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, waiting: Waiting, expire: Callable[[Any], None]) -> None:
+    def add(self, waiting: Work, expire: Callable[[Any], None]) -> None:
         """Call `expire(waiting)` once the loop's time is past its deadline."""
         self._waiting[waiting] = expire
         if waiting.deadline_s < self._look_s:
@@ -49,7 +46,7 @@ class Deadlines:
             if look_s < self._look_s:
                 self._look_at(look_s)
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: Work) -> None:
         """Forget `waiting`, if it is still there."""
         self._waiting.pop(waiting, None)
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import itertools
+import multiprocessing
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from service import supervisor
 from service.errors import ExitCode
 from service.process.signals import SAME_STOP_S, Signals
 from service.settings import Settings
-from service.supervisor import RESTARTS, SAME_FAULT_S, shares
+from service.supervisor import RESTARTS, shares
 from tests.service_process import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -297,39 +298,56 @@ def supervise(settings):
 
 
 class FakeProcess:
-    """A worker that dies at once."""
+    """A worker that ends at once with `exitcode`; with None it runs until it is killed."""
 
     def __init__(self, pid, exitcode):
-        self.pid = pid
-        self.exitcode = exitcode
+        self.pid, self.exitcode = pid, None
         self.sentinel, self._end = os.pipe()
+        if exitcode is not None:
+            self.end(exitcode)
+
+    def end(self, exitcode):
+        self.exitcode = exitcode
         os.close(self._end)
 
+    def start(self):
+        pass
+
     def is_alive(self):
-        return False
+        return self.exitcode is None
+
+    def kill(self):
+        assert self.exitcode is None
+        self.end(-9)
 
     def close(self):
-        pass
+        os.close(self.sentinel)
 
 
 @pytest.fixture
-def fake_workers(monkeypatch):
-    """`fake_workers(*codes)`: workers that end with these codes, one after another."""
-    made = []
+def spawned(monkeypatch):
+    """`spawned(*codes)`: processes that end with these codes, in the order of their start.
+
+    Returns: of each that was started how many others ran then.
+    """
 
     def install(*codes):
-        left = iter(codes)
+        made, running = [], []
 
-        def start(_, devices):
-            made.append(FakeProcess(len(made) + 1, next(left)))
+        def start(target, args, daemon):
+            running.append(sum(map(FakeProcess.is_alive, made)))
+            code = codes[len(made)]
+            if callable(code):
+                code = code(made)
+            made.append(FakeProcess(len(made) + 1, code))
             return made[-1]
 
-        monkeypatch.setattr(supervisor._Supervisor, "_start", start)
-        return made
+        pipe = multiprocessing.get_context("spawn").Pipe
+        context = SimpleNamespace(Pipe=pipe, Process=start)
+        monkeypatch.setattr(supervisor.multiprocessing, "get_context", lambda _: context)
+        return running
 
-    yield install
-    for process in made:
-        os.close(process.sentinel)
+    return install
 
 
 @pytest.fixture
@@ -342,151 +360,87 @@ def settings(tiny_weights):
     "the third death within a minute ends the service",
     found="deaths every 61 s of an injected clock do not",
 )
-def test_deaths_long_ago_are_forgiven(fake_workers, settings, monkeypatch):
-    made = fake_workers(*[-9] * 10, ExitCode.ADDRESS, -9)
+def test_deaths_long_ago_are_forgiven(spawned, settings, monkeypatch):
+    started = spawned(*[-9] * 10, ExitCode.ADDRESS, -9)
     clock = SimpleNamespace(monotonic=itertools.count(0, 61).__next__)
     monkeypatch.setattr(supervisor, "time", clock)
     assert supervise(settings) is ExitCode.ADDRESS
-    assert len(made) == 12
+    assert len(started) == 12
 
 
-def test_a_backend_that_cannot_run_ends_the_service_when_it_never_ran(fake_workers, settings):
-    made = fake_workers(ExitCode.BACKEND, -9)
-    assert supervise(settings) is ExitCode.BACKEND
-    assert len(made) == 2
+D, MANY = ExitCode.DEVICE, [-9] * 20
 
 
-def test_a_backend_that_fails_a_replacement_is_one_death_more(fake_workers, settings):
-    made = fake_workers(-9, *[ExitCode.BACKEND] * 20)
-    assert supervise(settings.model_copy(update={"workers": 1})) is ExitCode.WORKERS
-    assert len(made) == 1 + RESTARTS
-
-
-def test_workers_that_lose_their_device_together_count_once(fake_workers, settings):
-    made = fake_workers(*[ExitCode.DEVICE] * 20)
-    assert supervise(settings) is ExitCode.WORKERS
-    assert len(made) == 2 * (1 + RESTARTS), "two at a time, three times"
-
-
-class Neighbour(FakeProcess):
-    """A worker that runs until it is killed."""
-
-    def __init__(self, pid):
-        self.pid, self.exitcode = pid, None
-        self.sentinel, self._end = os.pipe()
-
-    def is_alive(self):
-        return self.exitcode is None
-
-    def join(self, timeout=None):
-        pytest.fail("the supervisor waits, and takes neither a signal nor a connection")
-
-    def kill(self):
-        assert self.exitcode is None
-        self.exitcode = -9
-        os.close(self._end)
-
-
-def test_a_worker_that_lost_its_device_with_another_is_ended_before_both_are_replaced(
-    fake_workers, settings, monkeypatch
+@pytest.mark.parametrize(
+    ("workers", "codes", "outcome", "started"),
+    [
+        (2, [ExitCode.BACKEND, *MANY], ExitCode.BACKEND, 2),
+        (1, [-9, *[ExitCode.BACKEND] * 20], ExitCode.WORKERS, 1 + RESTARTS),
+        (2, MANY, ExitCode.WORKERS, 2 + RESTARTS),
+        (1, [D] * 20, ExitCode.WORKERS, 1 + RESTARTS),
+        (2, [D] * 20, ExitCode.WORKERS, 2 * (1 + RESTARTS)),
+        (2, [ExitCode.WEIGHTS, ExitCode.ADDRESS], ExitCode.WEIGHTS, 2),
+    ],
+    ids=[
+        "a backend that never ran is the end",
+        "one that fails a replacement is one death more",
+        "each death counts",
+        "each loss of one worker counts",
+        "what two lose together counts once",
+        "the first reason is the exit code",
+    ],
+)
+def test_the_end_is_that_of_the_third_death_or_of_one_that_cannot_be_mended(
+    spawned, settings, workers, codes, outcome, started
 ):
-    made = fake_workers(ExitCode.DEVICE, ExitCode.ADDRESS, -9)
-    start = supervisor._Supervisor._start
+    running = spawned(*codes)
+    assert supervise(settings.model_copy(update={"workers": workers})) is outcome
+    assert len(running) == started
 
-    def start_second(self, devices):
-        if len(made) == 1:
-            made.append(Neighbour(2))
-            return made[-1]
-        assert len(made) < 2 or made[1].exitcode == -9, "MPS takes no new client until then"
-        return start(self, devices)
 
-    monkeypatch.setattr(supervisor._Supervisor, "_start", start_second)
+def test_workers_that_lose_their_devices_some_time_apart_count_each(spawned, settings, monkeypatch):
+    running = spawned(*[D] * 20)
+    monkeypatch.setattr(supervisor, "SAME_FAULT_S", 0.0)
+    assert supervise(settings) is ExitCode.WORKERS
+    assert len(running) == 2 + RESTARTS
+
+
+def the_first_loses_its_gpu(made):
+    """While the replacement of another finds a broken file."""
+    made[1].end(D)
+    return ExitCode.WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes", "running"),
+    [
+        ({"workers": 2}, [D, None, ExitCode.ADDRESS, None], [0, 0, 0, 0]),
+        (
+            {"workers": 4, "devices": (0, 1)},
+            [D, D, None, None, ExitCode.ADDRESS, None, None, None],
+            [0, 0, 0, 1, 0, 0, 1, 2],
+        ),
+        (
+            {"workers": 3},
+            [-9, None, None, the_first_loses_its_gpu, ExitCode.ADDRESS, None, None],
+            [0, 0, 1, 2, 0, 0, 1],
+        ),
+    ],
+    ids=["one", "of two GPUs one after the other", "while a replacement waits"],
+)
+def test_under_mps_neighbours_of_a_lost_gpu_are_ended_before_any_is_replaced(
+    spawned, settings, monkeypatch, changes, codes, running
+):
+    found = spawned(*codes)
+    monkeypatch.setattr(supervisor, "SAME_FAULT_S", 0.3)
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.1)
+    monkeypatch.setattr(supervisor, "BEAT_S", 0.05)
+    monkeypatch.setattr(supervisor, "STOP_LIMIT_S", 0.1)
     monkeypatch.setattr(supervisor.mps, "wanted", lambda _: True)
     monkeypatch.setattr(supervisor.mps, "shared_gpu", lambda: contextlib.nullcontext(True))
-    clock = SimpleNamespace(monotonic=itertools.count(0, 0.1).__next__)
-    monkeypatch.setattr(supervisor, "time", clock)
-    assert supervise(settings) is ExitCode.ADDRESS
-    assert len(made) == 4
-
-
-def test_the_neighbours_of_two_gpus_that_fault_one_after_the_other_are_all_ended(
-    fake_workers, settings, monkeypatch
-):
-    made = fake_workers(ExitCode.DEVICE, ExitCode.DEVICE, ExitCode.ADDRESS, *[-9] * 3)
-    start = supervisor._Supervisor._start
-
-    def start_neighbours(self, devices):
-        if len(made) in (2, 3):
-            made.append(Neighbour(len(made) + 1))
-            return made[-1]
-        assert [one.exitcode for one in made[2:4]] in ([], [-9, -9])
-        return start(self, devices)
-
-    monkeypatch.setattr(supervisor._Supervisor, "_start", start_neighbours)
-    monkeypatch.setattr(supervisor.mps, "wanted", lambda _: True)
-    monkeypatch.setattr(supervisor.mps, "shared_gpu", lambda: contextlib.nullcontext(True))
-    clock = SimpleNamespace(monotonic=itertools.count(0, 0.25).__next__)
-    monkeypatch.setattr(supervisor, "time", clock)
-    several = {"workers": 4, "devices": (0, 1)}
-    assert supervise(settings.model_copy(update=several)) is ExitCode.ADDRESS
-    assert len(made) == 8
-
-
-def test_a_worker_is_tried_again_only_when_none_is_left_on_a_lost_gpu(
-    fake_workers, settings, monkeypatch
-):
-    made = fake_workers(-9, ExitCode.WEIGHTS, ExitCode.ADDRESS, *[-9] * 2)
-    start = supervisor._Supervisor._start
-
-    def start_neighbours(self, devices):
-        if len(made) in (1, 2):
-            made.append(Neighbour(len(made) + 1))
-            return made[-1]
-        assert len(made) < 4 or made[2].exitcode == -9
-        return start(self, devices)
-
-    now_s = itertools.count(0, 0.25)
-
-    def monotonic():
-        time_s = next(now_s)
-        if time_s >= supervisor.RETRY_S - SAME_FAULT_S / 2 and made[1].is_alive():
-            made[1].kill()
-            made[1].exitcode = ExitCode.DEVICE
-        return time_s
-
-    monkeypatch.setattr(supervisor._Supervisor, "_start", start_neighbours)
-    monkeypatch.setattr(supervisor.mps, "wanted", lambda _: True)
-    monkeypatch.setattr(supervisor.mps, "shared_gpu", lambda: contextlib.nullcontext(True))
-    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=monotonic))
-    assert supervise(settings.model_copy(update={"workers": 3})) is ExitCode.ADDRESS
-    assert len(made) == 7
-
-
-def test_workers_that_die_of_anything_else_count_each(fake_workers, settings):
-    made = fake_workers(*[-9] * 20)
-    assert supervise(settings) is ExitCode.WORKERS
-    assert len(made) == 2 + RESTARTS
-
-
-def test_one_worker_that_loses_its_device_again_and_again_counts_each_time(fake_workers, settings):
-    made = fake_workers(*[ExitCode.DEVICE] * 20)
-    assert supervise(settings.model_copy(update={"workers": 1})) is ExitCode.WORKERS
-    assert len(made) == 1 + RESTARTS
-
-
-def test_workers_that_lose_their_devices_some_time_apart_count_each(
-    fake_workers, settings, monkeypatch
-):
-    made = fake_workers(*[ExitCode.DEVICE] * 20)
-    clock = SimpleNamespace(monotonic=itertools.count(0, SAME_FAULT_S).__next__)
-    monkeypatch.setattr(supervisor, "time", clock)
-    assert supervise(settings) is ExitCode.WORKERS
-    assert len(made) == 2 + RESTARTS
-
-
-def test_the_first_reason_is_the_exit_code_when_the_stop_brings_others(fake_workers, settings):
-    fake_workers(ExitCode.WEIGHTS, ExitCode.ADDRESS)
-    assert supervise(settings) is ExitCode.WEIGHTS
+    changes = {"drain_timeout_s": 0.0, **changes}
+    assert supervise(settings.model_copy(update=changes)) is ExitCode.ADDRESS
+    assert found == running
 
 
 def test_an_unexpected_error_is_no_exit_code(settings, monkeypatch):
@@ -498,13 +452,13 @@ def test_an_unexpected_error_is_no_exit_code(settings, monkeypatch):
         supervise(settings)
 
 
-def test_no_worker_is_started_when_a_stop_was_requested_before(fake_workers, settings):
-    made = fake_workers()
+def test_no_worker_is_started_when_a_stop_was_requested_before(spawned, settings):
+    running = spawned()
     signals = Signals()
     signals.take(signal.SIGHUP)
     signals.take(signal.SIGTERM)
     assert supervisor.supervise(settings, signals) is ExitCode.STOPPED
-    assert made == []
+    assert running == []
 
 
 def test_a_storm_of_signals_is_taken_when_nobody_reads_them():

@@ -405,60 +405,6 @@ async def test_a_request_with_an_answer_that_is_not_finite_fails_and_its_batch_m
     assert stage.watcher.ended == [(3, "idle", 1.0)]  # counted as computed
 
 
-@staged(max_wait_s=0.5)
-async def test_a_batch_waits_for_more_rows_when_it_may(stage):
-    first = stage.submit(1)
-    await stage.until(0.3)
-    second = stage.submit(2)
-    await first
-    assert stage.loop.time() == 1.5
-    assert tags_in(await second) == [2]
-    ((*ended, _),) = stage.watcher.ended
-    assert ended == [2, "waited"]
-
-
-@given(
-    arrivals=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=8),
-    contexts=st.integers(1, 3),
-    lost_at=st.integers(0, 16),
-)
-def test_everybody_without_an_answer_gets_an_error_at_once_when_the_device_is_lost(
-    run_virtually, arrivals, contexts, lost_at
-):
-    lost_s = (2 * lost_at + 1) / 16  # between the ticks
-    ended = {}
-
-    @staged(*((Act(1.0), Act(500.0), Act(0.5, "fail")) * 9), contexts=contexts)
-    async def lose(stage):
-        async def call(number, tick, rows):
-            await stage.until(tick / 8)
-            try:
-                return await submit(stage.batcher, images(100 * number, rows), 100.0)
-            finally:
-                ended[number] = stage.loop.time()
-
-        calls = [
-            stage.loop.create_task(call(number, tick, rows))
-            for number, (tick, rows) in enumerate(arrivals)
-        ]
-        await stage.until(lost_s)
-        stage.batcher.fail_all()
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for number, ((tick, _), answer) in enumerate(zip(arrivals, answers, strict=True)):
-            if isinstance(answer, Prediction | InferenceFailed):
-                assert ended[number] < lost_s
-            else:
-                assert isinstance(answer, Unavailable)
-                assert "lost its device" in answer.message
-                assert answer.retry_after_s == 1
-                assert ended[number] == max(lost_s, tick / 8)
-        with pytest.raises(Unavailable, match="lost its device"):
-            await submit(stage.batcher, images(0, 1), 1.0)
-        assert stage.watcher.dropped == {"cancelled": 0, "late": 0}
-
-    lose(run_virtually)
-
-
 @staged(max_queue_rows=12)
 async def test_a_profiler_sees_each_request_wait_once_whatever_becomes_of_it(stage, monkeypatch):
     began, ended = [], []
@@ -498,43 +444,6 @@ async def test_the_other_contexts_answer_when_one_validates_the_new_weights(stag
     assert stage.loop.time() == 10.0
 
 
-@pytest.mark.parametrize("outcomes", ["fail", "ok fail", "ok ok fail"])
-@staged(contexts=3)
-async def test_the_old_version_answers_on_when_any_context_refuses_the_new_one(stage, outcomes):
-    checks = iter([Act(1.0, outcome) for outcome in outcomes.split()])
-    for worker in stage.workers:
-        worker.checks = checks
-    replaced = stage.loop.create_task(stage.batcher.replace(Version(1)))
-    answers = []
-    for number in range(5):
-        await stage.until(0.75 * number)
-        answers.append(stage.submit(number))
-    error = await replaced
-    assert isinstance(error, Boom)
-    for number, task in enumerate(answers):
-        answer = await task
-        assert (tags_in(answer), answer.version) == ([number], "0")
-    assert stage.batcher.version is stage.first
-    assert all(worker.weights is stage.first.weights for worker in stage.pool.workers)
-    second = Version(2)
-    assert await stage.batcher.replace(second) is None
-    assert (await stage.submit(9)).version == "2"
-
-
-@staged(Act(50.0))
-async def test_a_replacement_ends_when_the_drain_fails_what_it_waits_for(stage):
-    replacing = stage.loop.create_task(stage.batcher.replace(Version(1)))
-    await stage.until(0.5)
-    stuck = stage.submit(1)
-    await stage.until(1.5)
-    assert stage.batcher.version is not stage.first
-    await stage.batcher.drain(2.0)
-    with pytest.raises(Unavailable):
-        await stuck
-    assert await replacing is None
-    assert stage.loop.time() == 51.0, "the context switches after the stuck batch"
-
-
 @staged(contexts=2)
 async def test_the_new_version_serves_when_a_context_cannot_switch_at_the_end(stage, caplog):
     first, second = stage.workers
@@ -572,6 +481,7 @@ class Scenario:
     overlap_rows: int
     drain_s: float | None
     drain_timeout_s: float
+    lost_s: float | None
 
 
 # Eighths of a second, few of them: many things happen at the very same time, in every order.
@@ -605,6 +515,7 @@ SCENARIOS = st.builds(
     overlap_rows=st.sampled_from([0, 0, 3, 8]),
     drain_s=st.none() | TICKS,
     drain_timeout_s=TICKS,
+    lost_s=st.none() | st.none() | TICKS.map(lambda time_s: time_s + 1 / 16),  # between the ticks
 )
 
 
@@ -636,6 +547,12 @@ async def run_scenario(scenario: Scenario, stage: BatcherSetup) -> None:
             assert loop.time() <= drained_s
             assert stage.queue.rows == 0
 
+    async def lose_device() -> None:
+        if scenario.lost_s is not None:
+            await stage.until(scenario.lost_s)
+            stage.batcher.fail_all()
+            assert stage.queue.rows == 0
+
     async def replace_again_and_again() -> None:
         for number, time_s in enumerate(scenario.replaced_s, 1):
             await stage.until(time_s)
@@ -657,7 +574,7 @@ async def run_scenario(scenario: Scenario, stage: BatcherSetup) -> None:
 
     tasks = [loop.create_task(call(*numbered)) for numbered in enumerate(scenario.callers)]
     others = [leave(*pair) for pair in zip(tasks, scenario.callers, strict=True)]
-    others += [drain(), replace()]
+    others += [drain(), replace(), lose_device()]
     await asyncio.gather(*others)
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     await stage.batcher.drain(1000.0)
@@ -678,6 +595,9 @@ async def run_scenario(scenario: Scenario, stage: BatcherSetup) -> None:
         deadline_s = caller.arrives_s + caller.timeout_s
         if number in ended_s and not isinstance(outcome, Overloaded):
             admitted += caller.rows
+        if scenario.lost_s is not None and not isinstance(outcome, Unavailable):
+            left = isinstance(outcome, asyncio.CancelledError)
+            assert left or ended_s[number] < scenario.lost_s
         match outcome:
             case Prediction():
                 assert tags_in(outcome) == list(rows)
@@ -689,6 +609,9 @@ async def run_scenario(scenario: Scenario, stage: BatcherSetup) -> None:
             case Overloaded():
                 assert ended_s[number] == caller.arrives_s
                 assert not computed.intersection(rows)
+            case Unavailable() if "lost its device" in outcome.message:
+                assert outcome.retry_after_s == 1
+                assert ended_s[number] == max(scenario.lost_s, caller.arrives_s)
             case Unavailable():
                 assert scenario.drain_s is not None
                 assert ended_s[number] >= scenario.drain_s
@@ -698,7 +621,7 @@ async def run_scenario(scenario: Scenario, stage: BatcherSetup) -> None:
             case _:
                 assert isinstance(outcome, asyncio.CancelledError), repr(outcome)
                 assert caller.leaves_s is not None
-    if not fails and scenario.drain_s is None:
+    if not fails and scenario.drain_s is None and scenario.lost_s is None:
         dropped = sum(stage.watcher.dropped.values())
         assert len(computed) + dropped == admitted, "rows appeared or vanished"
         assert sum(rows for rows, *_ in stage.watcher.ended) == len(computed)
