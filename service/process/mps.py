@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -37,10 +36,6 @@ _COST = (
 )
 
 
-class _NoMps(Exception):
-    """The message says why."""
-
-
 def wanted(device: str) -> bool:
     """Whether there is a GPU to share; `device` is auto, cpu or cuda."""
     # With auto: that the driver runs is all that can be known without a context.
@@ -56,15 +51,15 @@ def shared_gpu() -> Iterator[bool]:
     this process's environment names it. Where neither works a warning says what that costs.
     """
     with contextlib.ExitStack() as stack:
-        shared = False
+        shared = True
         try:
             if _answers("get_server_list", os.environ, START_TIMEOUT_S):
                 _log.info("MPS: found at %s", os.environ.get(PIPE, _DEFAULT_PIPE))
             else:
                 stack.enter_context(_daemon())
                 _log.info("MPS: started at %s", os.environ[PIPE])
-            shared = True
-        except _NoMps as exc:
+        except (OSError, subprocess.SubprocessError) as exc:
+            shared = False
             _log.warning("no MPS: %s; %s", exc, _COST)
         yield shared
 
@@ -74,14 +69,11 @@ def _daemon() -> Iterator[None]:
     """Our own daemon, named by the environment of this process, until the block is left.
 
     Raises:
-        _NoMps: it has no folder, ended at once or did not answer in time.
+        OSError, SubprocessError: it has no folder, ended at once or did not answer in time.
     """
     with contextlib.ExitStack() as stack:
-        try:
-            folder = Path(tempfile.mkdtemp(prefix="lenet-serve-mps-"))
-        except OSError as exc:
-            raise _NoMps(f"no folder for its pipes ({exc.strerror})") from exc
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        made = tempfile.TemporaryDirectory(prefix="lenet-serve-mps-", ignore_cleanup_errors=True)
+        folder = Path(stack.enter_context(made))
         ours = {PIPE: str(folder / "pipe"), LOG: str(folder / "log")}
         for path in ours.values():
             Path(path).mkdir()
@@ -106,9 +98,9 @@ def _daemon() -> Iterator[None]:
         while not _answers("get_server_list", environment, START_TIMEOUT_S):
             if daemon.poll() is not None:
                 text = (folder / "output").read_text(errors="replace").strip()[-200:]
-                raise _NoMps(f"{_PROGRAM} -f ended with {daemon.returncode}: {text}")
+                raise OSError(f"{_PROGRAM} -f ended with {daemon.returncode}: {text}")
             if time.monotonic() > deadline_s:
-                raise _NoMps(f"{_PROGRAM} -f was not ready within {START_TIMEOUT_S:g} s")
+                raise OSError(f"{_PROGRAM} -f was not ready within {START_TIMEOUT_S:g} s")
             time.sleep(_POLL_S)
         os.environ.update(ours)
         yield
@@ -121,7 +113,7 @@ def _unblock_signals() -> None:
 def _stop(daemon: subprocess.Popen[bytes], environment: Mapping[str, str]) -> None:
     """End the daemon and the servers that it started; their clients are gone."""
     deadline_s = time.monotonic() + STOP_TIMEOUT_S
-    with contextlib.suppress(_NoMps):
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         _answers("quit", environment, STOP_TIMEOUT_S)
     try:
         daemon.wait(max(0.0, deadline_s - time.monotonic()))
@@ -135,19 +127,14 @@ def _answers(command: str, environment: Mapping[str, str], timeout_s: float) -> 
     """Whether a daemon took `command`.
 
     Raises:
-        _NoMps: the control program is missing, or hangs.
+        OSError, SubprocessError: the control program is missing, or hangs.
     """
-    try:
-        done = subprocess.run(  # noqa: S603 - a fixed program, nothing of a user's
-            [_PROGRAM],
-            input=f"{command}\n".encode(),
-            env=environment,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except OSError as exc:
-        raise _NoMps(f"{_PROGRAM} cannot be run ({exc.strerror})") from exc
-    except subprocess.TimeoutExpired as exc:
-        raise _NoMps(f"{_PROGRAM} did not answer within {timeout_s:g} s") from exc
+    done = subprocess.run(  # noqa: S603 - a fixed program, nothing of a user's
+        [_PROGRAM],
+        input=f"{command}\n".encode(),
+        env=environment,
+        capture_output=True,
+        timeout=timeout_s,
+        check=False,
+    )
     return done.returncode == 0

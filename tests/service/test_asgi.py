@@ -91,13 +91,6 @@ def test_a_mounted_service_says_what_it_lacks_when_nobody_opened_it():
         TestClient(service.asgi.app).get("/readyz")
 
 
-async def test_a_wrong_variable_is_named(monkeypatch):
-    monkeypatch.setenv("LENET_MAX_IMAGES", "0")
-    with pytest.raises(InvalidSettings, match="LENET_MAX_IMAGES"):
-        async with service.asgi.open_app():
-            pytest.fail("it opened")
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "error", "words"),
     [

@@ -10,7 +10,6 @@ import importlib.metadata
 import signal
 import socket
 import threading
-import time
 
 import grpc
 import numpy as np
@@ -22,7 +21,7 @@ from service import server as module
 from service.assembly import open_service
 from service.errors import ExitCode, Unavailable
 from service.forms import open_inference_pb2 as pb
-from service.process.signals import SAME_STOP_S, Signals
+from service.process.signals import Signals
 from service.process.stopping import Stop
 from service.settings import Settings
 from tests.service_process import PATIENCE_S
@@ -77,11 +76,6 @@ async def test_an_open_service_is_ready_and_a_closed_one_is_not(settings):
     assert not threads()
     with pytest.raises(Unavailable):
         await predict(service)
-
-
-async def test_only_the_asked_for_models_are_loaded_when_some_are_named(settings):
-    async with open_service(settings.model_copy(update={"models": ("tiny",)}), grpc_port=0):
-        assert len(threads()) == 1
 
 
 async def test_a_broken_weight_file_is_refused_before_any_context_is_made(settings, monkeypatch):
@@ -187,9 +181,8 @@ def test_it_says_once_when_it_is_ready_and_connections_that_come_all_at_once_are
     assert "ERROR" not in service.log
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_uvicorn_answers_every_connection_of_its_port(start, workers):
-    service = start("--http-server", "uvicorn", "--workers", str(workers)).ready(workers)
+def test_uvicorn_answers_every_connection_of_its_port(start):
+    service = start("--http-server", "uvicorn", "--workers", "2").ready(2)
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", service.port), PATIENCE_S) as connection:
             connection.sendall(b"no HTTP\r\n\r\n")
@@ -268,21 +261,6 @@ def test_a_refused_file_is_one_line_and_the_service_answers_on(start, tiny_weigh
     assert '"version":"1"' in service.predict()[1]
     assert service.get("/readyz")[0] == 200
     assert 'lenet_reloads_total{model="lenet",outcome="refused"} 1.0' in service.get("/metrics")[1]
-
-
-def test_a_hangup_changes_nothing_when_the_service_stops(start, second_version):
-    service = start("--grace-s", "0.3").ready()
-    with service.in_flight() as connection:
-        service.signal()
-        service.wait_for("stopping")
-        second_version()
-        for _ in range(20):
-            service.process.send_signal(signal.SIGHUP)
-        connection.sendall(bytes(784))
-        assert received(connection).startswith("HTTP/1.1 200 ")
-    assert service.wait() == ExitCode.STOPPED
-    assert "ERROR" not in service.log
-    assert "Traceback" not in service.log
 
 
 # Stopping
@@ -381,15 +359,3 @@ async def test_the_server_reports_how_many_connections_have_ended():
     refused.close()
     server.stop()
     await serving
-
-
-def test_a_second_signal_exits_immediately(start):
-    service = start("--drain-timeout-s", "3600").ready()
-    with service.in_flight() as stuck:
-        service.signal()
-        service.wait_for("stopping")
-        time.sleep(SAME_STOP_S)  # sooner it would not be a second one
-        service.signal(signal.SIGINT)
-        assert received(stuck) == ""
-        assert service.wait() == 128 + signal.SIGINT
-    assert "second signal: exiting immediately" in service.log

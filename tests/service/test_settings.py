@@ -119,7 +119,6 @@ def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
         ({"devices": "cpu"}, "--devices is cpu, expected GPUs by number, or all; the backend is"),
         ({"model_alias": "a/b"}, "--model-alias is 'a/b', expected a name without /"),
         ({"versions": "latest:0"}, "versions"),
-        ({"versions": "2"}, "versions"),
         ({"api_keys": " , "}, "--api-keys: got an empty list"),
     ],
 )

@@ -595,6 +595,8 @@ async def run_scenario(scenario: Scenario, stage: BatcherSetup) -> None:
         deadline_s = caller.arrives_s + caller.timeout_s
         if number in ended_s and not isinstance(outcome, Overloaded):
             admitted += caller.rows
+        if drained_s is not None and number in ended_s:
+            assert ended_s[number] <= max(drained_s, caller.arrives_s)
         if scenario.lost_s is not None and not isinstance(outcome, Unavailable):
             left = isinstance(outcome, asyncio.CancelledError)
             assert left or ended_s[number] < scenario.lost_s

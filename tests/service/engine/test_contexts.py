@@ -458,17 +458,6 @@ def test_a_process_that_was_stopped_for_long_takes_no_worker_for_hung(run_virtua
     run_virtually(main)
 
 
-async def test_a_hang_is_reported_with_the_worker_and_the_time_it_had(either):
-    either.may_finish.clear()
-    async with opened(either.pool(2, hang_timeout_s=0.05)) as pool:
-        worker = pool.acquire()
-        running = start(worker, 1)
-        await asyncio.wait_for(either.lost.wait(), PATIENCE_S)
-        assert either.losses == [("hang", f"{worker.name} has been at the same work for 0.05 s")]
-        either.may_finish.set()
-        await running
-
-
 # Busy polling
 
 TURN_S = 1e-5

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 from lenet.context import Target
 from lenet.errors import BackendUnavailable
 from service.engine import devices
-from service.engine.devices import on_gpu, place
+from service.engine.devices import OVERLAP_ROWS, Placement, on_gpu, place
 from service.settings import Settings
 
 
@@ -31,58 +32,51 @@ def gpus(monkeypatch):
     return install
 
 
-def test_auto_is_the_cpu_and_says_why_where_there_is_no_gpu(gpus, caplog):
-    gpus(0)
-    with caplog.at_level(logging.INFO):
-        placement = place(Settings(cpu_threads=3))
-    assert placement.targets == (Target("cpu", cpu_threads=3),)
-    assert (placement.contexts, placement.max_batch_rows) == (1, 64)
-    assert placement.name == "cpu"
-    (record,) = caplog.records
-    assert record.message == "computing on the CPU: no GPU here"
+def gpus_of(*indices, **options):
+    return tuple(Target("cuda", index, **options) for index in indices)
 
 
-def test_settings_that_auto_cannot_use_on_the_cpu_are_a_warning(gpus, caplog):
-    gpus(0)
-    place(Settings(precision="tf32", devices="all"))
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert record.message == "the CPU has no use for these settings: --devices, --precision"
-
-
-@pytest.mark.parametrize(("wanted", "indices"), [("2,0", (2, 0)), ("all", (0, 1, 2))])
-def test_gpus_are_taken_in_the_order_given(gpus, wanted, indices):
-    gpus(3)
-    settings = Settings(
-        device="cuda", devices=wanted, precision="tf32", profile=True, convolutions="cudnn"
-    )
-    placement = place(settings)
-    assert placement.targets == tuple(
-        Target("cuda", index, "tf32", profile=True, convolutions="cudnn") for index in indices
-    )
-    assert placement.name == f"cuda:{','.join(map(str, indices))}"
-
-
-@pytest.mark.parametrize(("device", "count"), [("cpu", 0), ("cuda", 1)])
-def test_contexts_and_rows_are_those_that_are_set_on_every_device(gpus, device, count):
-    gpus(count)
-    placement = place(Settings(device=device, contexts=3, max_batch_rows=7))
-    assert (placement.contexts, placement.max_batch_rows) == (3, 7)
+FINE = {"precision": "tf32", "profile": True, "convolutions": "cudnn"}
+OWN = {"contexts": 3, "max_batch_rows": 7}
 
 
 @pytest.mark.parametrize(
-    ("device", "wanted_us", "busy_poll_s"),
+    ("count", "options", "expected", "name"),
     [
-        *(("cpu", None, 0.0), ("cpu", 50, 50e-6), ("cuda", None, 200e-6)),
-        *(("cuda", 0, 0.0), ("cuda", 100_000, 0.1)),
+        (0, {"cpu_threads": 3}, Placement((Target("cpu", cpu_threads=3),), 1, 64), "cpu"),
+        (
+            1,
+            {"device": "cpu", "busy_poll_us": 50, **OWN},
+            Placement((Target("cpu"),), 3, 7, 50e-6),
+            "cpu",
+        ),
+        (1, {"busy_poll_us": 0}, Placement(gpus_of(0), 2, 1024, 0.0, OVERLAP_ROWS), "cuda:0"),
+        (3, {"devices": "all"}, Placement(gpus_of(0, 1, 2), 2, 1024, 200e-6, 1), "cuda:0,1,2"),
+        (
+            3,
+            {"device": "cuda", "devices": "2,0", **FINE, **OWN},
+            Placement(gpus_of(2, 0, **FINE), 3, 7, 200e-6, 1),
+            "cuda:2,0",
+        ),
     ],
 )
-def test_a_worker_polls_as_long_as_is_set_or_as_suits_its_device(
-    gpus, device, wanted_us, busy_poll_s
+def test_settings_and_what_is_here_say_where_models_are_placed(
+    gpus, count, options, expected, name
 ):
-    gpus(1)
-    placement = place(Settings(device=device, busy_poll_us=wanted_us))
-    assert placement.busy_poll_s == pytest.approx(busy_poll_s)
+    gpus(count)
+    placement = place(Settings(**options))
+    found = replace(placement, busy_poll_s=round(placement.busy_poll_s, 9))
+    assert (found, placement.name) == (expected, name)
+
+
+def test_auto_says_why_it_is_the_cpu_and_which_settings_that_does_not_use(gpus, caplog):
+    gpus(0)
+    caplog.set_level(logging.INFO)
+    place(Settings(precision="tf32", devices="all"))
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", "computing on the CPU: no GPU here"),
+        ("WARNING", "the CPU has no use for these settings: --devices, --precision"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from service.process.signals import Signals
 from tests.service_process import PATIENCE_S
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_signals_are_kept_in_order_until_there_is_a_receiver():

@@ -172,5 +172,5 @@ def test_a_daemon_that_refuses_is_quoted_and_leaves_no_process(control, refused)
 
 def test_a_missing_program_is_named_with_what_to_do(control, refused):
     warning = refused()
-    assert "nvidia-cuda-mps-control cannot be run (No such file or directory)" in warning
+    assert "no MPS: [Errno 2] No such file or directory: 'nvidia-cuda-mps-control'; " in warning
     assert "Install nvidia-cuda-mps-control" in warning

@@ -24,16 +24,6 @@ from tests.service_process import PATIENCE_S
 POISON, HANG = signal.SIGUSR2, signal.SIGUSR1
 
 
-UNDER_MPS = """
-import contextlib, sys
-from service import __main__, supervisor
-if __name__ == "__main__":
-    supervisor.mps.wanted = lambda *_: True
-    supervisor.mps.shared_gpu = lambda: contextlib.nullcontext(True)
-    sys.exit(__main__.main())
-"""
-"""A service that takes its workers for neighbours under MPS."""
-
 WITHOUT_METRICS = """
 import sys
 from service import __main__
@@ -214,23 +204,3 @@ def test_a_worker_that_lost_its_device_is_replaced_while_the_other_answers(start
     assert counted(service, "lenet_requests_total", "outcome")["unavailable"] >= 1
     service.signal()
     assert service.wait() == ExitCode.STOPPED
-
-
-def test_under_mps_those_that_idle_are_ended_with_the_lost_one_and_all_are_replaced(
-    start, tmp_path
-):
-    program = tmp_path / "under_mps.py"
-    program.write_text(UNDER_MPS)
-    service = start("--workers", "2", "--fault-injection", program=[program]).ready(workers=2)
-    struck, *idle = service.started_workers()
-    inject(service, POISON, struck)
-    until_lost(service)
-    service.wait_for(f"ERROR .* worker {struck} ended with 7")
-    for pid in idle:
-        service.wait_for(f"ERROR .* worker {pid} ended with -9")
-    service.ready(workers=4)
-    with Caller(service) as caller:
-        assert caller.predict()[0] == 200
-    assert len(service.started_workers()) == 4
-    service.signal()
-    assert service.wait() == ExitCode.STOPPED, "one fault, one death"
