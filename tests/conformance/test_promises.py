@@ -284,7 +284,7 @@ async def test_a_batch_that_fails_is_an_error_without_its_cause(opened, door, de
         await service.assert_counted(inference_failed=1, ok=1)
 
 
-@pytest.mark.parametrize("place", [(Batcher, "enqueue"), (Request, "write")], ids=str)
+@pytest.mark.parametrize("place", [(Batcher, "enqueue"), (Request, "_end_written")], ids=str)
 async def test_a_bug_is_logged_with_the_id_of_its_request_and_hidden(
     opened, door, monkeypatch, caplog, place
 ):
