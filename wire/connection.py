@@ -21,10 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
 from socket import SO_ERROR, SOL_SOCKET
-from typing import Any, cast
+from typing import cast
 
+from wire.answer import refusal
 from wire.errors import Refusal
 from wire.exchange import Peer
 from wire.handshake import Handshake
@@ -64,7 +64,6 @@ class Connection(asyncio.Protocol):
         self._preface: bytes | None = b""  # of HTTP/2, as far as it has come; None: decided
         self._receiver: BodyReceiver | None = None  # in this one's place at the transport
         self.reading = True
-        self._resting = False  # from reading, for a turn of the event loop
         self._turn_planned = False
         self._waiting: list[bytes] = []  # what came when its turn was over
         self._arrived_bytes = 0  # likewise, of a large body
@@ -135,46 +134,14 @@ class Connection(asyncio.Protocol):
             if self._lingered_bytes > self.exchanges.linger_bytes:
                 self.transport.abort()
             return
-        small = len(data) <= SMALL_BYTES and self.exchanges.is_idle
-        if self._waiting or not self._shared.turns.has_time(small):
-            self._wait(data)
+        if self._turn_planned or not self._shared.turns.has_time(len(data) <= SMALL_BYTES):
+            self._waiting.append(data)
+            self.turn()
+            self.hold()
             return
         if len(data) > _LARGE_READ_BYTES:
-            self._rest()
+            self.turn()
         self.exchanges.receive(data)
-
-    def _wait(self, data: bytes) -> None:
-        """Keep what came until this connection's turn, and read no more until then."""
-        self._waiting.append(data)
-        if len(self._waiting) == 1:
-            self._shared.turns.add(self._serve_waiting)
-            self.set_reading()
-        self.hold()
-
-    @property
-    def waits(self) -> bool:
-        """Whether something came that waits for this connection's turn."""
-        return bool(self._waiting or self._arrived_bytes)
-
-    def _serve_waiting(self) -> bool:
-        data = b"".join(self._waiting)
-        self._waiting.clear()
-        self.hold()
-        if data and self.is_there():
-            self._guarded(self.exchanges.receive, data)
-            if self.ended and not self.closing and not self.exchanges.eof():
-                self.finish()
-            self.hold()
-            self.set_reading()
-        return False
-
-    def _guarded(self, serve: Callable[[Any], None], what: Any) -> None:
-        """Serve what waited. In a call of the transport, it would end a connection that fails."""
-        try:
-            serve(what)
-        except Exception:  # noqa: BLE001 - the transport's edge: the client gets no answer
-            _log.exception("a connection failed")
-            self.transport.abort()
 
     def _without_preface(self, data: bytes) -> bytes:
         """Choose the HTTP version by the first bytes; returns the bytes for its parser."""
@@ -223,21 +190,13 @@ class Connection(asyncio.Protocol):
 
     def body_arrived(self, size: int) -> None:
         """The next `size` bytes are there."""
-        if not self._shared.turns.has_time():
+        if self._turn_planned or not self._shared.turns.has_time():
             self._arrived_bytes += size
-            self._shared.turns.add(self._serve_arrived)
-            self.set_reading()
+            self.turn()
             return
         if size > _LARGE_READ_BYTES:
-            self._rest()
+            self.turn()
         self.exchanges.body_arrived(size)
-
-    def _serve_arrived(self) -> bool:
-        size, self._arrived_bytes = self._arrived_bytes, 0
-        if size and not self.closing:
-            self._guarded(self.exchanges.body_arrived, size)
-            self.set_reading()
-        return False
 
     def stop_receiving(self) -> None:
         """End a `BodyReceiver`: nobody waits for its body any more, or it is complete."""
@@ -249,15 +208,37 @@ class Connection(asyncio.Protocol):
     # Turns, see `turns`.
 
     def turn(self) -> None:
-        """Process the data received so far in the next turn."""
+        """Serve what came in the next turn, and read no more until then."""
         if not self._turn_planned:
             self._turn_planned = True
             self._shared.turns.add(self._turn)
+            self.set_reading()
+
+    @property
+    def waits(self) -> bool:
+        """Whether something came that waits for this connection's turn."""
+        return bool(self._waiting or self._arrived_bytes)
 
     def _turn(self) -> bool:
         self._turn_planned = False
-        if self.may_parse and self.is_there():
-            self.exchanges.go_on()
+        data, size = b"".join(self._waiting), self._arrived_bytes
+        self._waiting.clear()
+        self._arrived_bytes = 0
+        if not self.closing and self.is_there():
+            try:
+                if size:
+                    self.exchanges.body_arrived(size)
+                elif data:
+                    self.exchanges.receive(data)
+                elif self.may_parse:
+                    self.exchanges.go_on()
+                if data and self.ended and not self.closing and not self.exchanges.eof():
+                    self.finish()
+            except Exception:  # noqa: BLE001 - the transport's edge: the client gets no answer
+                _log.exception("a connection failed")
+                self.transport.abort()
+        self.hold()
+        self.set_reading()
         return False
 
     @property
@@ -277,24 +258,13 @@ class Connection(asyncio.Protocol):
             return False
         return True
 
-    def _rest(self) -> None:
-        """Read no more in this turn of the event loop."""
-        if not self._resting:
-            self._resting = True
-            self.loop.call_soon(self._read_on)
-            self.set_reading()
-
-    def _read_on(self) -> None:
-        self._resting = False
-        self.set_reading()
-
     def set_reading(self) -> None:
         """Pause while the client does not read, or sends faster than it is served."""
         if self.closing:
             wanted = not self.exchanges.is_broken
         else:
             wanted = not self.blocked_since_s and self.exchanges.wants_data
-        wanted = wanted and not (self._resting or self.waits)
+        wanted = wanted and not self._turn_planned
         if wanted != self.reading and not self.transport.is_closing():
             self.reading = wanted
             if wanted:
@@ -379,7 +349,7 @@ class Connection(asyncio.Protocol):
         """Answer a request in the clear where TLS is expected, without reading it."""
         assert isinstance(self.exchanges, Http1Exchanges), "bug: HTTP/2 before TLS"
         message = "scheme: got a request in the clear, expected TLS; use https://"
-        self.exchanges.http1.refuse(400, message)
+        self.exchanges.refuse(refusal(400, "invalid_input", message))
 
     def finish(self) -> None:
         """Shut our side, and linger: closed with unread bytes, a socket resets the answers."""

@@ -49,69 +49,6 @@ class Peer:
     keep_alive_s: float
 
 
-class Wire(Protocol):
-    """What the exchanges of a connection have of it."""
-
-    transport: asyncio.Transport
-    peer: Peer
-    reading: bool
-    ended: bool
-    """Whether the client sends no more."""
-    closing: bool
-    """Whether nothing more is read but what lingers."""
-    stopping: bool
-    since_s: float
-    """Since when it is idle, or the headers arrive."""
-    blocked_since_s: float
-    """Since when the client does not read, 0 if it does."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether something came that waits for this connection's turn."""
-        ...
-
-    @property
-    def may_parse(self) -> bool:
-        """Whether requests may begin: the client reads the answers to those before."""
-        ...
-
-    def is_there(self) -> bool:
-        """Whether the client has not reset the connection, which ends it here."""
-        ...
-
-    def write(self, data: bytes) -> None:
-        """Send `data`."""
-        ...
-
-    async def drained(self) -> None:
-        """Wait until the client has read enough."""
-        ...
-
-    def hold(self) -> None:
-        """Hold in the budget what is answered and not sent, and what came and is not used."""
-        ...
-
-    def set_reading(self) -> None:
-        """Pause while the client does not read, or sends faster than it is served."""
-        ...
-
-    def turn(self) -> None:
-        """Process the data received so far in the next turn."""
-        ...
-
-    def receive_into(self, room: memoryview) -> None:
-        """Write data that arrives from now on to `room`."""
-        ...
-
-    def stop_receiving(self) -> None:
-        """Nobody waits for the body in `room` any more, or it is complete."""
-        ...
-
-    def finish(self) -> None:
-        """Shut our side, and linger."""
-        ...
-
-
 class Writer(Protocol):
     """Writes the answers of a connection's requests, in its version of HTTP.
 

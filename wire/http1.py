@@ -1,8 +1,8 @@
-"""The server's side of an HTTP/1.1 connection (RFC 9112): bytes in, calls of a handler out.
+"""The server's side of an HTTP/1.1 connection (RFC 9112): bytes in, heads and pieces of bodies out.
 
 No socket, clock or event loop. A header section is parsed by httptools; how long the body behind it
-is, and where it ends, is decided here. Requests are served one at a time: what a client sends
-behind one that is not answered stays in `Http1`, unparsed, until `answered` and `go_on` are called.
+is, and where it ends, is decided here. What a client sends behind a request stays in `Http1`,
+unparsed, until the next head is asked for.
 
 The rules are RFC 9112's: one Host (3.2), Transfer-Encoding only `chunked` (6.1), trailers dropped
 (7.1.2). Requests for an upgrade are answered as if they did not ask.
@@ -11,19 +11,14 @@ The rules are RFC 9112's: one Host (3.2), Transfer-Encoding only `chunked` (6.1)
 from __future__ import annotations
 
 import re
-from typing import Protocol
 
 import httptools
 
-from wire.answer import Answer, refusal
 from wire.errors import shown
 from wire.head import MAX_FIELDS, MAX_TARGET_BYTES, Head, Heads, Refused
 
-COPIED_BYTES = 16 * 1024
+_COPIED_BYTES = 16 * 1024
 """A body of fewer bytes is copied out of what was read: for it, a view costs more."""
-
-LARGE_BYTES = 128 * 1024
-"""A body with more to come may be received without a copy, see `Handler.placed`."""
 
 _FRAMING_BYTES = 64 * 1024
 """The most bytes of chunk extensions and trailers in a body."""
@@ -35,56 +30,22 @@ _CHUNKS_AT_ONCE = 2000
 """Most chunks decoded by one call: 2 ms of work. Other connections run in between."""
 
 
-class Handler(Protocol):
-    """Callbacks of `Http1`, for one request at a time."""
-
-    def whole(self, head: Head, body: bytes | memoryview) -> None:
-        """A request that came with all of its body, on a fast route and without error."""
-        ...
-
-    def opened(self, head: Head) -> None:
-        """A request whose body, perhaps empty, follows."""
-        ...
-
-    def placed(self, body: bytes) -> bool:
-        """Whether the rest of a large body, which begins with `body`, is received elsewhere.
-
-        Then `Http1.body_arrived` is called, and `receive` is not.
-        """
-        ...
-
-    def received(self, data: bytes, end: bool) -> None:
-        """A piece of the body, perhaps empty; `end`: the last."""
-        ...
-
-    def refused(self, answer: Answer) -> None:
-        """The input is malformed: `answer` is the last one. A body may be arriving."""
-        ...
-
-
 class Http1:
     """The state of one connection.
 
     Args:
-        handler: gets requests.
         heads: checks headers, and knows those of earlier requests.
         max_header_bytes: the most bytes of a header section.
         expected: what malformed requests are not, for their answer.
     """
 
-    def __init__(
-        self, handler: Handler, heads: Heads, max_header_bytes: int, expected: str
-    ) -> None:
-        self._handler, self._heads, self._expected = handler, heads, expected
+    def __init__(self, heads: Heads, max_header_bytes: int, expected: str) -> None:
+        self._heads, self._expected = heads, expected
         self._max_header_bytes = max_header_bytes
-        self.idle = True
-        """Whether nothing of a request has come that is not answered."""
         self.used = False
-        """Whether anything has come."""
-        self.serving = False
-        """Whether a request is not answered."""
+        """Whether a request has begun."""
         self.receiving = False
-        """Whether its body is not complete."""
+        """Whether the body of the latest request is not complete."""
         self.closed = False
         """Whether nothing more is read."""
         self.body_left = 0
@@ -100,7 +61,6 @@ class Http1:
         self._pairs: list[tuple[bytes, bytes]] = []
         self._start: tuple[bytes, str, bool] | None = None
         """Method, version and whether the connection is kept, once the section is complete."""
-        self._is_broken = False
         self._tail = b""
         """The last bytes of the section so far, in which its end may begin."""
         self._line = b""
@@ -110,8 +70,8 @@ class Http1:
 
     @property
     def unparsed_bytes(self) -> int:
-        """Bytes that wait for the answer to the request before them, or for `go_on`."""
-        chunks = 0 if self._chunks is None else self._chunks.waiting_bytes
+        """Bytes that came and are not parsed."""
+        chunks = 0 if self._chunks is None else len(self._chunks.rest) * self._chunks.more
         return len(self._buffer) - self._position + chunks
 
     @property
@@ -120,73 +80,101 @@ class Http1:
         return self._parser is not None
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether `go_on` has something to parse."""
-        if self._chunks is not None and self._chunks.waiting_bytes:
-            return not self.closed
-        return not (self.serving or self.closed) and self._position < len(self._buffer)
+    def has_more(self) -> bool:
+        """Whether there is something to parse."""
+        more = self._chunks is not None and (self._chunks.more or bool(self._chunks.error))
+        return more or self._position < len(self._buffer)
 
     # Bytes of the client.
 
-    def receive(self, data: bytes) -> bool:
-        """Parse `data`; whether it was one whole request whose header section is known."""
-        if self.idle:
-            end = data.find(b"\r\n\r\n") + 4
-            head = self._heads.find(data[:end])
-            if head is not None and len(data) - end == head.known_length:
-                self.idle = False
-                self.serving = self.used = True
-                body = data[end:] if head.known_length < COPIED_BYTES else memoryview(data)[end:]
-                self._handler.whole(head, body)
-                return True
+    def whole(self, data: bytes) -> tuple[Head, bytes | memoryview] | None:
+        """A request and its body, if `data` is all of it, behind a header section that is known.
+
+        Else None, and `receive` is to be called. The request before is complete.
+        """
+        end = data.find(b"\r\n\r\n") + 4
+        if end == len(data) or end < 4 or self._buffer or self._parser is not None or self.closed:
+            return None
+        head = self._heads.find(data[:end])
+        if head is None or len(data) - end != head.known_length:
+            return None
+        self.used = True
+        return head, data[end:] if head.known_length < _COPIED_BYTES else memoryview(data)[end:]
+
+    def receive(self, data: bytes) -> None:
+        """Keep what came."""
         if not self.closed:
             self._buffer, self._position = self._buffer[self._position :] + data, 0
-            self.go_on()
-        return False
 
-    def go_on(self) -> None:
-        """Parse what has come, up to the end of one request."""
-        if not (self.serving or self.closed) and self._position < len(self._buffer):
-            self._read_head()
-        if self.receiving and not self.closed:
-            self._read_body()
-        if self._position == len(self._buffer):
-            self._buffer, self._position = b"", 0
+    def next_head(self) -> Head | None:
+        """The next head, once it is complete; its body is to be read. Raises: Refused."""
+        head = self._read_head()
+        self._forget_parsed()
+        if head is not None:
+            self.used = self.receiving = True
+            self.body_left = 0 if head.chunked else head.length or 0
+            self._chunks = Chunks() if head.chunked else None
+        return head
 
-    def answered(self) -> None:
-        """The request is answered; what has come behind it may be parsed."""
-        self.serving = False
-        self.idle = self._position == len(self._buffer)
+    def next_piece(self) -> tuple[bytes, bool] | None:
+        """The next piece of the body, and whether it is the last; None: none has come.
+
+        Raises: Refused.
+        """
+        start, data, chunks = self._position, self._buffer, self._chunks
+        if chunks is not None:
+            piece = chunks.decode(data[start:])
+            self._buffer, self._position = chunks.rest if chunks.complete else b"", 0
+            self.receiving = not chunks.complete
+            if chunks.error and not piece:
+                raise self._refused(400, chunks.error)
+            if chunks.complete:
+                self._chunks = None
+            elif not piece:
+                return None
+            return piece, not self.receiving
+        if not self.receiving or (start == len(data) and self.body_left):
+            return None
+        piece = data[start : start + self.body_left]
+        self._position += len(piece)
+        self._forget_parsed()
+        return piece, self.took(len(piece))
+
+    def took(self, size: int) -> bool:
+        """The next `size` bytes of the body came; returns whether it is complete."""
+        self.body_left -= size
+        self.receiving = self.body_left > 0
+        return not self.receiving
 
     def close(self) -> None:
         """Parse nothing more."""
-        self.closed = True
-        self.idle = self.receiving = False
-        self.body_left = 0
+        self.closed, self.receiving, self.body_left = True, False, 0
         self._buffer, self._position, self._chunks = b"", 0, None
         self._parser, self._pairs, self.header_bytes = None, [], 0
 
+    def _forget_parsed(self) -> None:
+        if self._position == len(self._buffer):
+            self._buffer, self._position = b"", 0
+
     # The header section.
 
-    def _read_head(self) -> None:
+    def _read_head(self) -> Head | None:
         data, start = self._buffer, self._position
         found = data.find(b"\r\n\r\n", start)
         end = found + 4 if found >= 0 else 0
         if self._parser is None:
             if end and (head := self._heads.find(data[start:end])) is not None:
                 self._position = end
-                self._open(head)
-                return
+                return head
             first = start
             while data[first : first + 1] in (b"\r", b"\n"):  # empty lines, RFC 9112, 2.2
                 first += 1
             self.header_bytes += first - start
             if self.header_bytes > self._max_header_bytes:
-                self._headers_too_long()
-                return
+                raise self._headers_too_long()
             if first == len(data):
                 self._position = first
-                return
+                return None
             if first > start:
                 start, found = first, data.find(b"\r\n\r\n", first)
                 end = found + 4 if found >= 0 else 0
@@ -194,7 +182,7 @@ class Http1:
             self._url, self._pairs, self._start = b"", [], None
             self._tail = self._line = b""
             self._lines = 0
-            self.used, self.idle = True, False
+            self.used = True
         elif self._tail:
             across = (self._tail + data[start : start + 3]).find(b"\r\n\r\n")
             if across >= 0:
@@ -202,45 +190,50 @@ class Http1:
         complete = end > 0
         section = data[start : end if complete else len(data)]
         self._position = start + len(section)
-        if not self._feed(section, complete):
-            return
+        is_well_formed = self._feed(section, complete)
         self.header_bytes += len(section)
         if self.header_bytes > self._max_header_bytes:
-            self._headers_too_long()
-        elif not complete:
+            raise self._headers_too_long()
+        if not complete:
             self._tail = (self._tail + section)[-3:]
-        else:
-            is_first = not self._tail and self.header_bytes == len(section)
-            self._parser, self.header_bytes = None, 0
-            self._check(section if is_first else b"")
+            return None
+        is_first = not self._tail and self.header_bytes == len(section)
+        self._parser, self.header_bytes = None, 0
+        head = self._check()
+        if not is_well_formed:
+            raise self._malformed()
+        if is_first:
+            self._heads.keep(section, head)
+        return head
 
     def _feed(self, section: bytes, complete: bool) -> bool:
-        """Parse a part of a header section; whether it is well-formed, or too long."""
+        """Parse a part of a header section.
+
+        Returns: whether it is well-formed. Its head may say better what is wrong.
+
+        Raises: Refused.
+        """
         assert self._parser is not None, "bug: no header section"
         ends = section.count(b"\n")
         self._lines += ends
         if (fields := self._lines - 1 - complete) > MAX_FIELDS:
-            self.refuse(
-                431, f"headers: got at least {fields} fields, expected at most {MAX_FIELDS}"
-            )
-            return False
+            found = f"got at least {fields} fields"
+            raise self._refused(431, f"headers: {found}, expected at most {MAX_FIELDS}")
         room = self._max_header_bytes - self.header_bytes
+        is_well_formed = True
         try:
             self._parser.feed_data(section[: room + 1])
         except httptools.HttpParserUpgrade:
             pass  # the parser would read no body
         except httptools.HttpParserError:
-            self._is_broken = complete and self._start is not None
-            if not self._is_broken:  # else the head may say better what is wrong
-                self._malformed()
-                return False
+            if not complete or self._start is None:
+                raise self._malformed() from None
+            is_well_formed = False
         if (size := len(self._url)) > MAX_TARGET_BYTES:
-            self.refuse(
-                414, f"target: got at least {size} bytes, expected at most {MAX_TARGET_BYTES}"
-            )
-            return False
+            found = f"got at least {size} bytes"
+            raise self._refused(414, f"target: {found}, expected at most {MAX_TARGET_BYTES}")
         if len(section) > room:
-            return True
+            return is_well_formed
         if not self._line.endswith(b"\n"):
             self._line += section[: section.find(b"\n") + 1 or len(section)]
         # The parser takes several spaces for one: RFC 9112, 3.
@@ -248,51 +241,25 @@ class Http1:
         # A lone LF could end the section for the parser, and not here.
         is_broken |= (self._tail[-1:] + section).count(b"\r\n") != ends
         if is_broken or complete == (self._start is None):
-            self._malformed()
-            return False
-        return True
+            raise self._malformed()
+        return is_well_formed
 
-    def _check(self, section: bytes) -> None:
-        """Check the parsed headers, and remember them by `section` if it is not empty."""
+    def _check(self) -> Head:
+        """The head of the section that is parsed. Raises: Refused."""
         assert self._start is not None, "bug: the section is not complete"
         method, version, keep_alive = self._start
         self._line = b""
         if method == b"CONNECT":
-            self.refuse(501, "method: got CONNECT, expected another")
-            return
+            raise self._refused(501, "method: got CONNECT, expected another")
         pairs, self._pairs = self._pairs, []
         try:
-            head = self._heads.read(method, self._url, version, pairs, keep_alive)
-        except Refused as exc:
-            self._refuse(exc.answer)
-            return
+            return self._heads.read(method, self._url, version, pairs, keep_alive)
+        except Refused:
+            self.close()
+            raise
         except httptools.HttpParserError:
-            self.refuse(400, f"target: got {shown(self._url.decode('latin-1'))}, expected a path")
-            return
-        if self._is_broken:
-            self._malformed()
-            return
-        if section:
-            self._heads.keep(section, head)
-        self._open(head)
-
-    def _open(self, head: Head) -> None:
-        self.idle, self.used, self.serving = False, True, True
-        size = head.known_length
-        if size and len(self._buffer) - self._position >= size:
-            start, self._position = self._position, self._position + size
-            body = memoryview(self._buffer)[start : start + size]
-            self._handler.whole(head, bytes(body) if size < COPIED_BYTES else body)
-            return
-        self.receiving = True
-        self.body_left = 0 if head.chunked else head.length or 0
-        self._chunks = Chunks() if head.chunked else None
-        self._handler.opened(head)
-        if self.body_left - (len(self._buffer) - self._position) > LARGE_BYTES and self.receiving:
-            piece = self._buffer[self._position :]
-            if self._handler.placed(piece) and self.receiving:
-                self._position = len(self._buffer)
-                self.body_left -= len(piece)
+            found = shown(self._url.decode("latin-1"))
+            raise self._refused(400, f"target: got {found}, expected a path") from None
 
     def on_url(self, url: bytes) -> None:
         """Part of the target. Called by the parser, as the following."""
@@ -309,53 +276,17 @@ class Http1:
         version = parser.get_http_version()
         self._start = parser.get_method(), version, parser.should_keep_alive()
 
-    # The body.
-
-    def _read_body(self) -> None:
-        start, data = self._position, self._buffer
-        if self._chunks is not None:
-            self._position = len(data)
-            self._read_chunks(self._chunks, data[start:])
-            return
-        if start == len(data) and self.body_left:
-            return
-        piece = data[start : start + self.body_left]
-        self._position += len(piece)
-        self.body_left -= len(piece)
-        self.receiving = self.body_left > 0
-        self._handler.received(piece, not self.receiving)
-
-    def _read_chunks(self, chunks: Chunks, data: bytes) -> None:
-        body = chunks.decode(data)
-        if chunks.complete:
-            self._buffer, self._position = chunks.rest, 0
-            self._chunks, self.receiving = None, False
-        if body or chunks.complete:
-            self._handler.received(body, chunks.complete)
-        if chunks.error and not self.closed:
-            self.refuse(400, chunks.error)
-
-    def body_arrived(self, size: int) -> bool:
-        """`size` bytes were received into the request's buffer; returns whether it is complete."""
-        self.body_left -= size
-        self.receiving = self.body_left > 0
-        return not self.receiving
-
     # Errors.
 
-    def _malformed(self) -> None:
-        self.refuse(400, f"malformed HTTP request; expected {self._expected}")
+    def _malformed(self) -> Refused:
+        return self._refused(400, f"malformed HTTP request; expected {self._expected}")
 
-    def _headers_too_long(self) -> None:
-        self.refuse(431, f"headers: got more than {self._max_header_bytes} bytes")
+    def _headers_too_long(self) -> Refused:
+        return self._refused(431, f"headers: got more than {self._max_header_bytes} bytes")
 
-    def refuse(self, status: int, message: str) -> None:
-        """Read nothing more, and answer with an error."""
-        self._refuse(refusal(status, "invalid_input", message))
-
-    def _refuse(self, answer: Answer) -> None:
+    def _refused(self, status: int, message: str) -> Refused:
         self.close()
-        self._handler.refused(answer)
+        return Refused(status, message)
 
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
@@ -386,16 +317,13 @@ class Chunks:
         """Undecoded bytes; once the body is complete, the bytes after it."""
         self._left = 0
         """Bytes still to be received of the current chunk."""
-        self._in_trailers = self._begun = self._more = False
+        self.more = False
+        """Whether another call would decode some of them."""
+        self._in_trailers = self._begun = False
         self._framing_bytes = 0
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that another call would decode."""
-        return len(self.rest) if self._more else 0
-
     def decode(self, data: bytes) -> bytes:
-        """The body's bytes in `data`; few at a time, see `waiting_bytes`."""
+        """The body's bytes in `data`; few at a time, see `more`."""
         if self.rest:
             data = self.rest + data
         pieces: list[bytes] = []
@@ -435,7 +363,7 @@ class Chunks:
                 self._left = int(match[1], 16)
                 self._in_trailers = not self._left
         self.rest = data[position:] if position < size else b""
-        self._more = not steps and not self.complete and bool(self.rest)
+        self.more = not steps and not self.complete and bool(self.rest)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _count(self, size: int) -> None:

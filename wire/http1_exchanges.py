@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from wire.answer import Answer, status_line
 from wire.asgi import AsgiExchange
 from wire.errors import INTERNAL, BodyTimeout, Refusal
-from wire.exchange import BUFFERED_BYTES, Exchange, FastExchange, Start, Wire
-from wire.head import Head
+from wire.exchange import BUFFERED_BYTES, Exchange, FastExchange, Start
+from wire.head import Head, Refused
 from wire.http1 import Http1
 from wire.shared import Shared
+
+if TYPE_CHECKING:
+    from wire.connection import Connection
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +27,9 @@ _IDLE_GRACE_S = 0.2
 
 _WAITING_BYTES = 64 * 1024
 """Bytes received after an unanswered request before reading pauses."""
+
+_LARGE_BYTES = 128 * 1024
+"""A body with more to come may be received without a copy."""
 
 _COUNTED_HEADER_BYTES = 8 * 1024
 """Headers that arrive are counted in the budget from so many bytes on."""
@@ -36,10 +43,10 @@ class Http1Exchanges:
     """How long, and how much of, what a client still sends is read and dropped at the end."""
     is_broken = False
 
-    def __init__(self, wire: Wire, shared: Shared) -> None:
+    def __init__(self, wire: Connection, shared: Shared) -> None:
         self._wire, self._shared, self.peer = wire, shared, wire.peer
         expected = "HTTP/1.1" if shared.certificate else "HTTP/1.1, in the clear"
-        self.http1 = Http1(self, shared.heads, shared.max_header_bytes, expected)
+        self.http1 = Http1(shared.heads, shared.max_header_bytes, expected)
         self.exchange: Exchange | None = None
         """The request that is not answered."""
         self._begun = False
@@ -67,48 +74,83 @@ class Http1Exchanges:
         return held_bytes
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing has come that is not answered."""
-        return self.http1.idle
+    def _is_idle(self) -> bool:
+        return not (self.exchange or self.http1.in_headers or self.http1.has_more)
+
+    @property
+    def _can_go_on(self) -> bool:
+        return self.http1.has_more and (self.http1.receiving or self.exchange is None)
 
     @property
     def wants_data(self) -> bool:
         """Whether more is to be read."""
-        http1, exchange = self.http1, self.exchange
-        if http1.can_go_on or http1.unparsed_bytes > _WAITING_BYTES:
+        if self._can_go_on or self.http1.unparsed_bytes > _WAITING_BYTES:
             return False
-        return exchange is None or exchange.buffered_bytes <= BUFFERED_BYTES
+        return self.exchange is None or self.exchange.buffered_bytes <= BUFFERED_BYTES
 
     def receive(self, data: bytes) -> None:
-        """Serve the requests in `data`."""
-        was_idle = self.http1.idle
-        if not self.http1.receive(data):
-            self._after_reading(was_idle)
+        """Serve what came."""
+        whole = self.http1.whole(data) if self.exchange is None else None
+        if whole is None:
+            self.http1.receive(data)
+            self._serve()
+            return
+        head, body = whole
+        self.exchange = exchange = FastExchange(self, None, head)
+        try:
+            exchange.receive(body)
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+            self._crash()
 
     def go_on(self) -> None:
-        """Serve the next request in the data received so far."""
-        http1 = self.http1
-        if http1.can_go_on:
-            was_idle = not http1.serving
-            http1.go_on()
-            self._after_reading(was_idle)
+        """Serve what came before."""
+        if self._can_go_on:
+            self._serve()
 
-    def _after_reading(self, was_idle: bool) -> None:
+    def _serve(self) -> None:
+        """Serve what came, up to the end of one request."""
         wire, http1 = self._wire, self.http1
-        if was_idle:
+        if self.exchange is None and not http1.in_headers:
             wire.since_s = self.peer.loop.time()
-        if self.exchange is not None and http1.receiving:
-            try:
+        try:
+            if self.exchange is None and (head := http1.next_head()) is not None:
+                self._open(head)
+            if (piece := http1.next_piece()) is not None:
+                assert self.exchange is not None, "bug: a body without its request"
+                self.exchange.data(*piece)
+            if http1.receiving and self.exchange is not None:
                 self.exchange.wait()
-            except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-                self._crash()
-        if wire.ended and not http1.can_go_on and not self.eof():
+        except Refused as exc:
+            self.refuse(exc.answer)
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+            self._crash()
+        if wire.ended and not self._can_go_on and not self.eof():
             wire.finish()
             return
-        if http1.can_go_on:
+        if self._can_go_on:
             wire.turn()
         wire.hold()
         wire.set_reading()
+
+    def _open(self, head: Head) -> None:
+        """Begin the exchange of a request."""
+        kind = AsgiExchange if head.route is None and head.answer is None else FastExchange
+        self.exchange = exchange = kind(self, None, head)
+        exchange.since_s = self.peer.loop.time()
+        exchange.open()
+        left_bytes = self.http1.body_left - self.http1.unparsed_bytes
+        if left_bytes > _LARGE_BYTES and isinstance(exchange, FastExchange):
+            self._place(exchange)
+
+    def _place(self, exchange: FastExchange) -> None:
+        """Have the rest of a large body received where it belongs, in the clear."""
+        if self._shared.certificate is not None or (room := exchange.room()) is None:
+            return
+        data, _ = self.http1.next_piece() or (b"", False)
+        room[: len(data)] = data
+        exchange.arrived(len(data))
+        if self.http1.receiving:
+            self._wire.receive_into(room[len(data) :])
 
     def body_arrived(self, size: int) -> None:
         """`size` bytes of a large body were received into the request's buffer."""
@@ -118,7 +160,7 @@ class Http1Exchanges:
             exchange.arrived(size)
             if self.exchange is not exchange:
                 return
-            if self.http1.body_arrived(size):
+            if self.http1.took(size):
                 self._wire.stop_receiving()
                 exchange.data(b"", True)
             else:
@@ -139,7 +181,7 @@ class Http1Exchanges:
             if exchange.head is not None and exchange.head.version == "1.1":
                 self.peer.loop.call_later(_PROBE_S, self._probe, exchange, _PROBE_S)
             return True
-        return http1.can_go_on
+        return self._can_go_on
 
     def _probe(self, exchange: Exchange, wait_s: float) -> None:
         """Provoke a reset from a half-closed client that has closed its socket.
@@ -155,7 +197,7 @@ class Http1Exchanges:
 
     def stop(self) -> None:
         """Answer what has begun, with `Connection: close`."""
-        if self.http1.idle:
+        if self._is_idle:
             # The next request of one that was just used may be on the way.
             idle_s = self.peer.loop.time() - self._wire.since_s
             self.peer.loop.call_later(max(0.0, _IDLE_GRACE_S - idle_s), self._close_if_idle)
@@ -163,7 +205,7 @@ class Http1Exchanges:
     def _close_if_idle(self) -> None:
         if self._wire.waits:
             self.peer.loop.call_later(_IDLE_GRACE_S, self._close_if_idle)
-        elif self.http1.idle:
+        elif self._is_idle:
             self._wire.transport.close()
 
     def end(self) -> None:
@@ -184,58 +226,10 @@ class Http1Exchanges:
         elif http1.in_headers or not http1.used:
             if waited_s > header_s:
                 wire.transport.abort()
-        elif http1.idle and waited_s > self.peer.keep_alive_s:
+        elif self._is_idle and waited_s > self.peer.keep_alive_s:
             wire.transport.close()
 
-    # Called by `Http1`.
-
-    def whole(self, head: Head, body: bytes | memoryview) -> None:
-        """Serve a whole request on a fast route."""
-        self.exchange = exchange = FastExchange(self, None, head)
-        try:
-            exchange.receive(body)
-        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-            self._crash()
-
-    def opened(self, head: Head) -> None:
-        """Begin the exchange of a request."""
-        kind = AsgiExchange if head.route is None and head.answer is None else FastExchange
-        self.exchange = exchange = kind(self, None, head)
-        exchange.since_s = self.peer.loop.time()
-        try:
-            exchange.open()
-        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-            self._crash()
-
-    def placed(self, body: bytes) -> bool:
-        """Have the rest of a large body received where it belongs, in the clear."""
-        exchange, wire = self.exchange, self._wire
-        if self._shared.certificate is not None or not isinstance(exchange, FastExchange):
-            return False
-        if wire.waits:  # a part of this body
-            return False
-        try:
-            room = exchange.room()
-            if room is None:
-                return False
-            room[: len(body)] = body
-            exchange.arrived(len(body))
-        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-            self._crash()
-        else:
-            if self.http1.receiving:
-                wire.receive_into(room[len(body) :])
-        return True
-
-    def received(self, data: bytes, end: bool) -> None:
-        """Hand on a piece of the body."""
-        if self.exchange is not None:
-            try:
-                self.exchange.data(data, end)
-            except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-                self._crash()
-
-    def refused(self, answer: Answer) -> None:
+    def refuse(self, answer: Answer) -> None:
         """Answer what cannot be read."""
         exchange = self.exchange
         if exchange is not None and self._begun:  # an answer within an answer would be read as one
@@ -374,8 +368,7 @@ class Http1Exchanges:
             return
         if self._begun or self._asked:
             self._begun = self._closes = self._chunked = self._asked = False
-        http1.answered()
-        if not http1.idle:
+        if http1.has_more:
             wire.turn()
         elif wire.ended:
             wire.finish()

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from wire.answer import Answer
 from wire.asgi import AsgiExchange
 from wire.errors import STOPPING, BodyTimeout, Unavailable
-from wire.exchange import Exchange, FastExchange, Start, Wire
+from wire.exchange import Exchange, FastExchange, Start
 from wire.grpc import GrpcStream
 from wire.http2 import ErrorCode, Http2, Stream
 from wire.http2_fields import Fields, lines_block, literals, status_field
 from wire.http2_head import Http2Head
 from wire.shared import Shared
 from wire.streams import too_many_open
+
+if TYPE_CHECKING:
+    from wire.connection import Connection
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +46,7 @@ class Http2Exchanges:
     """How long, and how much of, what a client still sends is read and dropped at the end. Its
     windows have room for 1 MiB."""
 
-    def __init__(self, wire: Wire, shared: Shared) -> None:
+    def __init__(self, wire: Connection, shared: Shared) -> None:
         self._wire, self._shared, self.peer = wire, shared, wire.peer
         self.places = shared.places
         self._write_planned = False

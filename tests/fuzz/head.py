@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import zlib
 from dataclasses import fields
 from typing import Any, cast
 from urllib.parse import unquote_plus
@@ -20,7 +21,8 @@ from service.request import Requests, Wanted
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
 from wire.gate import Gate
-from wire.head import FastRoutes, Head, Refused
+from wire.head import FastRoutes, Head, Heads, Refused
+from wire.http1 import Http1
 
 MAX_BODY_BYTES = 10_000
 TIMEOUT_S = 30.0
@@ -98,6 +100,24 @@ class HeadTarget(Target):
                 raise Finding(f"refused with {head.answer}")
         elif head is not None:
             self._check(head, reader.pairs)
+            self._check_known(data)
+
+    def _check_known(self, data: bytes) -> None:
+        """A section like `data` but for some lines is read from what is known as by the parser."""
+        heads, rng = self._heads(), random.Random(zlib.crc32(data))
+        _read(heads, data)
+        for _ in range(8):
+            lines = data.removesuffix(b"\r\n\r\n").split(b"\r\n")
+            for _ in range(rng.randrange(1, 4)):
+                lines.insert(rng.randrange(1, len(lines) + 1), pick(rng, _VARYING))
+            section = b"\r\n".join(lines) + b"\r\n\r\n"
+            if (known := heads.find(section)) is not None:
+                expected = _read(self._heads(), section)
+                if expected is None or _told(known) != _told(expected):
+                    raise Finding(f"{section!r} is known, and {expected and _told(expected)}")
+
+    def _heads(self) -> Heads:
+        return Heads(self._routes, Gate(policy=POLICY), b"http")
 
     def _check(self, head: Head, pairs: list[tuple[bytes, bytes]]) -> None:
         named: dict[str, str] = {}
@@ -195,6 +215,22 @@ class HeadTarget(Target):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
+def _read(heads: Heads, section: bytes) -> Head | None:
+    """The head of a section, as a connection reads it; None if it is refused."""
+    http1 = Http1(heads, 64 * 1024, "HTTP/1.1")
+    http1.receive(section)
+    try:
+        return http1.next_head()
+    except Refused:
+        return None
+
+
+def _told(head: Head) -> object:
+    """What the connection does by a head."""
+    request = head.method, head.path, head.query, head.version, head.length, head.ids
+    return *request, head.keep_alive, head.known_length, head.extra, head.wanted, str(head.error)
+
+
 def _plain_query(query: bytes) -> list[tuple[str, str]]:
     pairs = (piece.partition("=") for piece in query.decode("latin-1").split("&") if piece)
     return [(unquote_plus(name), unquote_plus(value)) for name, _, value in pairs]
@@ -250,6 +286,13 @@ _WORDS = (
     *(b"multipart/form-data", b"boundary=x", b"charset=utf-8", b"identity", b"gzip", b"0", b"1"),
     *(b"3600000", b"3600001", b"-1", b"+5", b"1e3", b"0005", b"\xb2", b"chunked", b"keep-alive"),
     *(b"99999999999999999999", b"00000000000000000001", b"100-continue", b"A" * 300, b"\xff"),
+)
+_VARYING = (
+    *(b"X-Request-Id: r1", b"x-request-id:r2", b"X-Request-Id: ", b"X-Request-Id: r 3", b" folded"),
+    *(b"X-Request-Id: a\0b", b"X-Request-Id : a", b"\nX-Request-Id: a", b"X-Request-Id: a\rb"),
+    *(b"X-Request-Id: " + b"r" * 1900, b"X: a\nX-Request-Id: b", b"X-Request-Id:\t\xff"),
+    *(b"traceparent: 00-" + b"4b" * 16 + b"-" + b"0a" * 8 + b"-01", b"TRACEPARENT: 00-0-0-0"),
+    *(b"X-Request-Timeout-Ms: 50", b"x-request-timeout-ms: 0", b"X-Request-Timeout-Ms: 5 5"),
 )
 _LINES = (
     *(b"Host: a", b"Host: b:1", b"Host: [::1]", b"Host: \xff", b"Content-Length: 784", b"X: 1"),

@@ -7,7 +7,7 @@ import pytest
 from tests.wire.doors import running
 from wire.errors import InvalidInput
 from wire.gate import Gate, Policy
-from wire.head import Heads
+from wire.head import Heads, Refused
 from wire.http1 import Http1
 
 HOST = b"Host: a\r\n"
@@ -385,52 +385,49 @@ def new_heads():
 
 
 class Reader:
-    """Feeds a reader, and notes what it says: a request with its body, or a refusal's status.
-
-    A request is answered when it is complete.
-    """
+    """Feeds a reader, and notes what it says: a request with its body, or a refusal's status."""
 
     def __init__(self, heads=None, max_header_bytes=64 * 1024):
-        self.heads, self.found = heads or new_heads(), []
-        self.http1 = Http1(self, self.heads, max_header_bytes, "HTTP/1.1")
+        self.heads, self.found, self.head = heads or new_heads(), [], None
+        self.http1 = Http1(self.heads, max_header_bytes, "HTTP/1.1")
 
     def feed(self, *pieces):
         for piece in pieces:
-            self.http1.receive(piece)
-            while self.http1.can_go_on:
-                self.http1.go_on()
+            whole = None if self.head else self.http1.whole(piece)
+            if whole is not None:
+                self.head, self.body = whole[0], bytes(whole[1])
+                self.end()
+            else:
+                self.http1.receive(piece)
+                self.read()
         return self.found
+
+    def read(self):
+        """Read what there is, each request as soon as the one before is complete."""
+        try:
+            while self.http1.has_more or self.http1.receiving:
+                if self.head is None:
+                    self.head, self.body = self.http1.next_head(), b""
+                if (piece := self.http1.next_piece()) is not None:
+                    self.body += piece[0]
+                    if piece[1]:
+                        self.end()
+                elif not self.http1.has_more:
+                    return
+        except Refused as exc:
+            self.found.append(exc.answer.status)
+
+    def end(self):
+        head, self.head = self.head, None
+        fields = head.wanted or head.headers or str(head.error)
+        self.found.append((b"%s %s" % (head.method, head.path), fields, self.body))
+        if not head.keep_alive:
+            self.http1.close()
 
     def outcome(self):
         """The outcome in the form of `ROWS`."""
         statuses = [str(one) if isinstance(one, int) else "200" for one in self.found]
         return " ".join([*statuses, "closed" if self.http1.closed else "open"])
-
-    # Called by the reader.
-
-    def whole(self, head, body):
-        self.opened(head)
-        self.received(bytes(body), True)
-
-    def opened(self, head):
-        self.head, self.body = head, b""
-
-    def placed(self, body):
-        return False
-
-    def received(self, data, end):
-        self.body += data
-        if end:
-            target = b"%s %s" % (self.head.method, self.head.path)
-            fields = self.head.wanted or self.head.headers or str(self.head.error)
-            self.found.append((target, fields, self.body))
-            if self.head.keep_alive:
-                self.http1.answered()
-            else:
-                self.http1.close()
-
-    def refused(self, answer):
-        self.found.append(answer.status)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -603,16 +600,6 @@ def test_header_sections_of_such_requests_are_not_kept(name):
 # Unparsed input, and limits
 
 
-def test_a_request_behind_another_waits_for_its_answer():
-    reader = Reader()
-    reader.received = lambda data, end: None
-    reader.http1.receive(GET + KNOWN + GET)
-    assert reader.http1.unparsed_bytes == len(KNOWN + GET)
-    assert not reader.http1.can_go_on
-    reader.http1.answered()
-    assert reader.http1.can_go_on
-
-
 def test_empty_lines_before_a_request_are_bounded():
     reader = Reader(max_header_bytes=1000)
     assert reader.feed(*[b"\r\n"] * 500) == []
@@ -620,12 +607,15 @@ def test_empty_lines_before_a_request_are_bounded():
 
 
 def test_a_body_in_small_chunks_is_decoded_a_part_at_a_time():
-    reader = Reader()
-    reader.http1.receive(chunks(*[b"x"] * 40_000))
-    assert reader.http1.can_go_on
-    assert len(reader.body) < 5000
-    ((_, _, body),) = reader.feed(b"")
-    assert body == b"x" * 40_000
+    http1 = Reader().http1
+    http1.receive(chunks(*[b"x"] * 40_000))
+    http1.next_head()
+    pieces = []
+    while http1.receiving:
+        assert http1.has_more
+        pieces.append(http1.next_piece()[0])
+    assert b"".join(pieces) == b"x" * 40_000
+    assert max(map(len, pieces)) < 5000
 
 
 @pytest.mark.parametrize("flood", [b"0\r\n" + b"X: 1\r\n" * 20_000, b"3;" + b"a" * 100_000])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import socket
 import struct
 
 import pytest
 
 from tests.wire.doors import running, until
-from tests.wire.test_connection import GET, connect, post
+from tests.wire.test_connection import GET, connect
 from tests.wire.test_http2 import START, get
 from wire.turns import TURN_S, Series, Turns
 
@@ -169,30 +168,6 @@ class Held:
         del self.turns.has_time, self.turns.add
         for step in self.steps:
             self.turns.add(step)
-
-
-async def test_a_large_body_is_whole_when_a_part_of_it_waits_while_its_head_is_parsed():
-    body = random.Random(1).randbytes(190_000)
-    async with running() as server:
-        client, connection = await connect(server)
-        server.route.hold = True
-        client.send(post(b"first"))
-        await until(lambda: server.route.held)
-        whole = post(body)
-        client.send(whole[:2000])
-        await until(lambda: connection.exchanges.http1.unparsed_bytes == 2000)
-        held = Held(server)
-        server.route.hold = False
-        server.route.release()
-        await until(lambda: len(held.steps) == 1)  # to parse what came
-        client.send(whole[2000:4000])
-        await until(lambda: connection.waits)
-        held.step()
-        held.step()
-        held.over()
-        client.send(whole[4000:])
-        assert (await client.answer())[2] == b"first"
-        assert (await client.answer())[::2] == (200, body)
 
 
 @pytest.mark.parametrize("sent", [GET, START + get(path=b"/")], ids=["HTTP/1.1", "HTTP/2"])
