@@ -6,12 +6,13 @@ import contextlib
 import os
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
+import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.faults.clients import RAW, ask, request
 from tests.service_process import PATIENCE_S
 
 LIVE_WITHIN_S = 1.0
@@ -21,15 +22,24 @@ that a client waits, and it stays the same when other programs take the cores.""
 NO_TRACE = re.compile(r'Traceback|^\s+File "|Exception ignored|never retrieved')
 
 
-def resident_bytes(service):
-    """RSS of the processes that serve, without the supervisor."""
-    return sum(_status(pid)["VmRSS"] << 10 for pid in serving(service))
+def until(condition):
+    """Wait for what has no event."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def serving(service):
     """Process ids."""
     workers = [pid for pid in service.started_workers() if Path(f"/proc/{pid}").exists()]
     return workers or [service.process.pid]
+
+
+def resident_bytes(*pids):
+    """RSS of these processes."""
+    files = (Path(f"/proc/{pid}/status").read_text() for pid in pids)
+    return sum(int(re.search(r"VmRSS:\s+(\d+)", text)[1]) << 10 for text in files)
 
 
 def loop_s(service):
@@ -45,12 +55,8 @@ def cpu_s(*pids):
     return sum(int(ticks) for own in fields for ticks in own) / os.sysconf("SC_CLK_TCK")
 
 
-def until(condition):
-    """Wait for what has no event."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+def descriptors(*pids):
+    return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids)
 
 
 def decoding(service):
@@ -61,26 +67,18 @@ def decoding(service):
 
 
 def _command(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def descriptors(service):
-    return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in serving(service))
-
-
-def _status(pid):
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    pairs = (line.split(":", 1) for line in lines)
-    return {name: int(text.split()[0]) for name, text in pairs if name in ("VmRSS", "VmHWM")}
+    with contextlib.suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def samples(service):
     """{(name, frozenset of labels): value} of all series."""
-    answer = ask(service.port, request(method=b"GET", path=b"/metrics"))
-    assert answer.status == 200
+    status, text = service.get("/metrics")
+    assert status == 200
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(answer.body.decode())
+        for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
 
@@ -93,13 +91,12 @@ def total(found, name, **labels):
 
 def outcomes(found):
     """{"http ok": 3, ...} of `lenet_requests_total`."""
-    counts = {}
+    counts = Counter()
     for (name, labels), value in found.items():
         if name == "lenet_requests_total":
             by = dict(labels)
-            key = f"{by['protocol']} {by['outcome']}"
-            counts[key] = counts.get(key, 0) + int(value)
-    return counts
+            counts[f"{by['protocol']} {by['outcome']}"] += int(value)
+    return +counts
 
 
 class Watch:
@@ -107,82 +104,69 @@ class Watch:
 
     def __init__(self, service, digit):
         self.service = service
-        self.message = request(digit.images[:1].tobytes(), b"Accept: " + RAW)
+        self.digit = digit
         service.catch_up()
         self.lines = len(service.lines)
         self.answer = self._classify()
-        label = int(np.frombuffer(self.answer, "<f4").argmax())
+        label = np.frombuffer(self.answer, "<f4").argmax()
         assert label == digit.labels[0], "the known digit is classified wrong before the experiment"
         self.samples = samples(service)
-        self.resident_bytes = resident_bytes(service)
-        self.descriptors = descriptors(service)
+        self.pids = serving(service)
+        self.resident_bytes, self.descriptors = resident_bytes(*self.pids), descriptors(*self.pids)
 
     def _classify(self):
-        answer = ask(self.service.port, self.message)
-        assert answer.status == 200, answer
-        return answer.body
+        kind = "application/octet-stream"
+        answer = httpx.post(
+            f"http://127.0.0.1:{self.service.port}/predict",
+            content=self.digit.images[:1].tobytes(),
+            headers={"Content-Type": kind, "Accept": kind},
+            timeout=PATIENCE_S,
+        )
+        return answer.raise_for_status().content
+
+    def grown_bytes(self):
+        """How much RSS has grown since then."""
+        return resident_bytes(*self.pids) - self.resident_bytes
 
     def check(self, moved, rss_bytes, extra_descriptors, log):
-        service = self.service
-        began_s = loop_s(service)
-        assert ask(service.port, request(method=b"GET", path=b"/healthz")).status == 200
+        service, began_s = self.service, loop_s(self.service)
+        assert service.get("/healthz")[0] == 200
         took_s = loop_s(service) - began_s
         assert took_s < LIVE_WITHIN_S, f"/healthz took {took_s:.2f} s after the experiment"
-        assert ask(service.port, request(method=b"GET", path=b"/readyz")).status == 200
+        assert service.get("/readyz")[0] == 200
         assert self._classify() == self.answer, "the known digit is classified otherwise"
         end_s = time.monotonic() + PATIENCE_S
-        while True:
-            found = samples(service)
-            self._assert_no_excess(found, moved)
-            problems = list(self._differences(found, moved, extra_descriptors))
-            if not problems:
-                break
+        while problems := list(self._differences(moved, extra_descriptors)):
             assert time.monotonic() < end_s, "\n".join(problems)
             time.sleep(0.05)
-        grown = resident_bytes(service) - self.resident_bytes
+        grown = self.grown_bytes()
         assert grown <= rss_bytes, f"RSS grew by {grown >> 10} KiB, expected {rss_bytes >> 10}"
-        if log is not None:
-            self.check_log(log)
+        for line in service.lines[self.lines :] if log is not None else ():
+            assert not NO_TRACE.search(line), service.log[-4000:]
+            assert any(re.search(pattern, line) for pattern in log), f"in the log: {line}"
 
-    def check_log(self, allowed):
-        for line in self.service.lines[self.lines :]:
-            assert not NO_TRACE.search(line), self.service.log[-4000:]
-            assert any(re.search(pattern, line) for pattern in allowed), f"in the log: {line}"
-
-    def _differences(self, found, moved, extra_descriptors):
+    def _differences(self, moved, extra_descriptors):
+        """What may still become as it was; fails for what cannot."""
+        found = samples(self.service)
+        lost = "lenet_device_losses_total"
+        assert total(found, lost) == total(self.samples, lost), "a device was lost"
+        counts = outcomes(found)
+        counts.subtract(outcomes(self.samples) + Counter({"http ok": 1}))  # the known digit
+        for key in {*counts, *(moved or {})}:
+            if moved is None:
+                least, most = 0, 0 if key.split()[1] in ("internal", "inference_failed") else 1e9
+            else:
+                expected = moved.get(key, 0)
+                least, most = expected if isinstance(expected, tuple) else (expected, expected)
+            text = f"{key} was counted {counts[key]} times, expected {least} to {most}: {counts}"
+            assert counts[key] <= most, text
+            if counts[key] < least:
+                yield text
         for name in ("lenet_queue_rows", "lenet_contexts_busy"):
             if value := total(found, name):
                 yield f"{name} is {value:g}, expected 0"
-        if (count := descriptors(self.service)) > self.descriptors + extra_descriptors:
+        if (count := descriptors(*self.pids)) > self.descriptors + extra_descriptors:
             yield f"{count} descriptors are open, before {self.descriptors}"
-        counts = self._counts(found)
-        for key, expected in (moved or {}).items():
-            least, _ = _range(expected)
-            if (count := counts.get(key, 0)) < least:
-                yield f"{key} was counted {count} times, expected {least} or more: {counts}"
-
-    def _assert_no_excess(self, found, moved):
-        lost = "lenet_device_losses_total"
-        assert total(found, lost) == total(self.samples, lost), "a device was lost"
-        counts = self._counts(found)
-        if moved is None:
-            failed = [key for key in counts if key.split()[1] in ("internal", "inference_failed")]
-            assert not failed, f"requests failed: {counts}"
-            return
-        for key, count in counts.items():
-            _, most = _range(moved.get(key, 0))
-            assert count <= most, f"{key} was counted {count} times, expected {most}: {counts}"
-
-    def _counts(self, found):
-        """How often each outcome was counted since the beginning."""
-        before, after = outcomes(self.samples), outcomes(found)
-        counts = {key: after[key] - before.get(key, 0) for key in after}
-        counts["http ok"] = counts.get("http ok", 0) - 1  # the known digit
-        return {key: count for key, count in counts.items() if count}
-
-
-def _range(expected):
-    return expected if isinstance(expected, tuple) else (expected, expected)
 
 
 @contextlib.contextmanager
@@ -197,7 +181,8 @@ def unharmed(service, digit, *, moved=None, rss_bytes=24 << 20, extra_descriptor
     Args:
         digit: images and labels of which the first is known to be classified right.
         moved: {"http ok": 3, "grpc overloaded": (1, 5)}: how often each outcome was counted, or the
-            least and the most; None: any, but no request failed inside the service.
+            least and the most, read at the end; None: any, but no request failed inside the
+            service.
         rss_bytes: 24 MiB unless an experiment says otherwise: what an allocator keeps of buffers
             that were in use at the same time.
         extra_descriptors: for what the service opens once and keeps.

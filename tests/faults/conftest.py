@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from functools import partial
 
-import grpc
 import pytest
 
-from benchmarks.grpc_stub import Stub
 from tests.faults.checks import unharmed
-from tests.faults.digits import WEIGHTS, Digits
-from tests.service_process import PATIENCE_S, Service
+from tests.faults.clients import WEIGHTS, Digits, Known
+from tests.service_process import Service
 
 SEEDS = int(os.environ.get("FAULT_SEEDS", "1"))
 COMMITTED = ("--weights", str(WEIGHTS), "--models", "lenet")
@@ -52,6 +50,11 @@ def served(_shared):
 
 
 @pytest.fixture
+def known(served, digits):
+    return Known(served, digits)
+
+
+@pytest.fixture
 def start_committed(start):
     """`start` with the committed `lenet` and batches of the default size."""
     return partial(start, *COMMITTED, "--max-batch-rows", "64")
@@ -61,11 +64,3 @@ def start_committed(start):
 def intact(served, digits):
     """`with intact(moved=...):` is `unharmed` for `served`."""
     return partial(unharmed, served, digits.golden)
-
-
-@pytest.fixture
-def stub(served):
-    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
-        # So that its connection is no descriptor that an experiment leaves open.
-        grpc.channel_ready_future(channel).result(PATIENCE_S)
-        yield Stub(channel)

@@ -24,8 +24,7 @@ from benchmarks.grpc_stub import Stub
 from tests.documented import documented
 from tests.faults import checks, http2
 from tests.faults.checks import outcomes, samples, serving, total, until
-from tests.faults.clients import RAW, Connection, ask, infer_request, request
-from tests.faults.digits import WEIGHTS
+from tests.faults.clients import RAW, WEIGHTS, ask, infer_request, opened, request, reset_at_close
 from tests.service_process import PATIENCE_S, PROJECT
 
 BYTES, JSON = RAW.decode(), "application/json"
@@ -74,10 +73,9 @@ class Clients:
     def refused(self, body_bytes):
         """A request over HTTP/2 that is answered before its body has arrived."""
         length, received = (b"content-length", b"%d" % body_bytes), b""
-        with Connection(self._service.port) as connection:
-            connection.send(partial_stream(b"/predict", 9000, length))
+        with opened(self._service.port, partial_stream(b"/predict", 9000, length)) as connection:
             while not (code := re.search(rb'"code":"(\w+)"', received)):
-                received += connection.socket.recv(1 << 16) or pytest.fail("no answer")
+                received += connection.recv(1 << 16) or pytest.fail("no answer")
         self.seen[f"http {code[1].decode()}"] += 1
 
     def unary(self, asked):
@@ -98,11 +96,10 @@ class Clients:
     def leave(self, data, outcome, last=b""):
         """Send `data`, wait until it has arrived, and reset the connection behind `last`."""
         until(lambda: self.held_bytes() == 0)
-        with Connection(self._service.port) as connection:
-            connection.send(data)
+        with opened(self._service.port, data) as connection:
             until(self.held_bytes)
-            connection.send(last)
-            connection.reset()
+            connection.sendall(last)
+            reset_at_close(connection)
         self.seen[outcome] += 1
 
     def held_bytes(self):
@@ -153,7 +150,7 @@ def test_every_request_is_counted_as_its_client_saw_it(start_committed, digits):
     until(lambda: clients.held_bytes() == 0)
     with contextlib.ExitStack() as stack:
         for count in (1, 2, 3):
-            stack.enter_context(Connection(service.port)).send(PARTIAL)
+            stack.enter_context(opened(service.port, PARTIAL))
             until(lambda count=count: clients.held_bytes() == count * HELD_BYTES)
         clients.send(PARTIAL)
         clients.refused(BODY_BYTES)
@@ -364,8 +361,8 @@ def test_what_is_loaded_is_what_the_files_and_the_system_say(start_committed):
     assert value("lenet_queue_limit_rows") == 2 * 32768
     assert value("lenet_device_bytes") == value("lenet_workspace_bytes") == 0
     # Connections that ask, and the folders of /proc while they are read, are open for a moment.
-    assert value("process_open_fds") == pytest.approx(checks.descriptors(service), rel=0.1)
-    resident = pytest.approx(checks.resident_bytes(service), rel=0.1)
+    assert value("process_open_fds") == pytest.approx(checks.descriptors(*pids), rel=0.1)
+    resident = pytest.approx(checks.resident_bytes(*pids), rel=0.1)
     assert value("process_resident_memory_bytes") == resident
     assert (
         value("process_cpu_seconds_total") <= checks.cpu_s(*pids) + 0.02
@@ -440,8 +437,6 @@ def test_so_many_processes_decode(start_committed, steps):
     service = start_committed("--decoders", "3", *PATIENT).ready()
     for count, sent, processes in steps:
         with contextlib.ExitStack() as stack:
-            clients = [stack.enter_context(Connection(service.port)) for _ in range(count)]
-            for client in clients:
-                client.send(sent)
-            assert {client.answer().status for client in clients} == {200}
+            clients = [stack.enter_context(opened(service.port, sent)) for _ in range(count)]
+            assert {client.recv(12) for client in clients} == {b"HTTP/1.1 200"}
         assert len(checks.decoding(service)) == processes
