@@ -40,7 +40,7 @@ def in_copy(root: Path, *line: str) -> str:
 def test_the_new_form_passes_its_tests_when_its_patch_is_applied(tmp_path):
     root = copy(tmp_path / "copy")
     in_copy(root, "git", "apply", "--3way", str(HOW_TO / "add-a-form.patch"))
-    tests = [f"tests/service/images/test_{name}.py" for name in ("images", "decoders")]
+    tests = ["tests/service/forms/test_body.py", "tests/service/decode/test_pool.py"]
     tests += ["tests/fuzz/test_corpus.py", REFERENCE]
     kinds = ("-k", "idx or each_kind or named or multipart or generated_page")
     assert " passed" in in_copy(root, *PYTEST, *tests, *kinds)

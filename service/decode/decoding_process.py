@@ -76,7 +76,7 @@ def _serve(channel: socket.socket, memory_bytes: int) -> None:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
 
-    def between() -> None:
+    def between(_: int) -> None:
         if poll.poll(0):  # asked to end, or the service is gone
             raise _Ended
 
@@ -110,7 +110,7 @@ def _serve(channel: socket.socket, memory_bytes: int) -> None:
 
 
 def _decode(
-    header: dict[str, Any], content: bytes, between: Callable[[], None]
+    header: dict[str, Any], content: bytes, between: Callable[[int], None]
 ) -> tuple[dict[str, Any], memoryview]:
     """The header of the reply, and the pixels of the images.
 

@@ -13,7 +13,6 @@ What only decoding processes need is imported where it is used: Pillow and pytho
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import ClassVar, Self, TypeAlias
@@ -29,11 +28,12 @@ from service.forms.multipart import media_type, no_file, parts_of
 from service.forms.pixel_json import check_count, json_images, sliced_json_images
 from service.forms.pixels import NPY_MAGIC, npy, octets
 from service.forms.prediction import prediction_bytes, prediction_json
-from service.pictures.headers import Digits, Doubt, Invert, sniff
+from service.pictures.headers import Between, Digits, Doubt, Invert, sniff
 
 OCTETS = BINARY.decode()
 NPY = "application/x-npy"
-_PICTURES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
+_FORMATS = ("png", "jpeg", "webp", "gif", "bmp", "avif", "tiff")
+_PICTURES = tuple(f"image/{name}" for name in _FORMATS)
 _BINARY = (OCTETS, NPY, *_PICTURES)
 ACCEPTED = ("application/json", *_BINARY, "multipart/form-data")
 """Content types of a request's body."""
@@ -117,7 +117,7 @@ class ImageForm:
             return None
         return self._decode(bytes(body), None)
 
-    def decode(self, body: bytes, between: Callable[[], None]) -> Decoded:
+    def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any body. Large JSON is parsed in slices, which takes a tenth of the memory."""
         return self._decode(body, between)
 
@@ -131,7 +131,7 @@ class ImageForm:
             return prediction_bytes(answered)
         return prediction_json(answered, asked.doubts)
 
-    def _decode(self, body: bytes, between: Callable[[], None] | None) -> Decoded:
+    def _decode(self, body: bytes, between: Between | None) -> Decoded:
         doubts: Doubts = []
         limits = Limits(self.max_images, self.max_picture_pixels)
         images = decode(
@@ -155,7 +155,7 @@ def decode(
     digits: Digits = "one",
     limits: Limits,
     doubts: Doubts | None = None,
-    between: Callable[[], None] | None = None,
+    between: Between | None = None,
 ) -> Images:
     """The images of a body, uint8 (n, 28, 28), C-contiguous, 1 <= n <= max_images.
 
@@ -175,18 +175,21 @@ def decode(
         else:
             images = sliced_json_images(body, limits.max_images, between)
         return ~images if invert == "true" else images
-    binary = _Binary(invert, digits, limits, [] if doubts is None else doubts)
+    between = between or _nothing
+    binary = _Binary(invert, digits, limits, [] if doubts is None else doubts, between)
     if kind == "multipart/form-data":
-        return _multipart(body, content_type, binary, limits, between or _nothing)
+        return _multipart(body, content_type, binary, limits, between)
     return binary.images(body, kind, "body")
 
 
 class _Binary:
     """Reads the parts of one body that are not JSON, and counts their pixels and images."""
 
-    def __init__(self, invert: Invert, digits: Digits, limits: Limits, doubts: Doubts) -> None:
+    def __init__(
+        self, invert: Invert, digits: Digits, limits: Limits, doubts: Doubts, between: Between
+    ) -> None:
         self._invert, self._digits, self._limits = invert, digits, limits
-        self._doubts = doubts
+        self._doubts, self._between = doubts, between
         self._used_pixels = self._count = 0
 
     def images(self, body: bytes, kind: str, field: str) -> Images:
@@ -206,6 +209,7 @@ class _Binary:
             digits=self._digits,
             max_pixels=limits.max_picture_pixels,
             used_pixels=self._used_pixels,
+            between=self._between,
         )
         check_count(len(prepared.images), field, limits.max_images)
         self._doubts.extend((self._count + index, doubt) for index, doubt in prepared.doubts)
@@ -216,13 +220,13 @@ class _Binary:
 
 
 def _multipart(
-    body: bytes, content_type: str, binary: _Binary, limits: Limits, between: Callable[[], None]
+    body: bytes, content_type: str, binary: _Binary, limits: Limits, between: Between
 ) -> Images:
     """The images of all parts, in the order of the parts."""
     images: list[Images] = []
     count = 0
     for i, part in enumerate(parts_of(body, content_type, limits.max_images, between)):
-        between()
+        between(0)
         kind, content = part.kind, part.content
         field = f"parts[{i}]"
         if kind in ("", OCTETS):
@@ -238,7 +242,7 @@ def _multipart(
     return images[0] if len(images) == 1 else np.concatenate(images)
 
 
-def _nothing() -> None:
+def _nothing(_: int) -> None:
     pass
 
 

@@ -5,12 +5,12 @@ A new form is a class like those beside this module, and a line in `service.api.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, get_args
 
 from lenet.pixels import Images
-from service.pictures.headers import Doubt
+from service.pictures.headers import Between, Doubt
 
 if TYPE_CHECKING:  # decoding processes do not load it
     from service.engine.queue import Work
@@ -116,7 +116,7 @@ class Form(Protocol):
         """
         ...
 
-    def decode(self, body: bytes, between: Callable[[], None]) -> Decoded:
+    def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any body, in a decoding process, and call `between` again and again.
 
         Raises: likewise, MemoryError, and what `between` raises to end the work.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.errors import InvalidInput, invalid, shown
 from service.forms.pixel_json import check_count
 from service.forms.pixels import no_pixels
-from service.pictures.headers import recognise
+from service.pictures.headers import Between, recognise
 
 _ALIASES = {"image/jpg": "image/jpeg", "image/x-ms-bmp": "image/bmp"}
 """Types that are not registered, and often sent."""
@@ -50,9 +49,7 @@ def no_file(part: Part, field: str) -> InvalidInput:
     return no_pixels(part.content, field)
 
 
-def parts_of(
-    body: bytes, content_type: str, max_parts: int, between: Callable[[], None]
-) -> list[Part]:
+def parts_of(body: bytes, content_type: str, max_parts: int, between: Between) -> list[Part]:
     """The parts of a form, of which there may be `max_parts`. Raises: InvalidInput, TooLarge."""
     from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import MultipartParser, parse_options_header
@@ -94,7 +91,7 @@ def parts_of(
             },
         )
         for start in range(0, len(body), _SLICE_BYTES):
-            between()
+            between(0)
             parser.write(body[start : start + _SLICE_BYTES])
     except (FormParserError, UnicodeEncodeError) as exc:
         raise InvalidInput(f"body: not multipart/form-data: {exc}", field="body") from exc

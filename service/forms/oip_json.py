@@ -9,7 +9,7 @@ Source: the binary tensor data extension of https://github.com/kserve/open-infer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
@@ -48,7 +48,7 @@ from service.forms.tensors import (
     requested_outputs,
     where,
 )
-from service.pictures.headers import recognise
+from service.pictures.headers import Between, recognise
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
 
@@ -109,7 +109,7 @@ class OipJsonForm:
                     return None
         return Decoded(*read_infer_body(body, size, self.max_images))
 
-    def decode(self, body: bytes, between: Callable[[], None]) -> Decoded:
+    def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any body."""
         return Decoded(*read_infer_body(body, self.json_bytes, self.max_images))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -28,6 +28,7 @@ from service.forms.tensors import (
     read_images,
     requested_outputs,
 )
+from service.pictures.headers import Between
 
 _INPUT_CONTENTS = {"UINT8": "uint_contents", "FP32": "fp32_contents"}
 _INLINE_BYTES = 64 * 1024
@@ -62,7 +63,7 @@ class OipProtoForm:
         message = memoryview(body) if isinstance(body, bytearray) else body
         return _read_one_image(message) or _decode_now(message, self.max_images)
 
-    def decode(self, body: bytes, between: Callable[[], None]) -> Decoded:
+    def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any message."""
         return Decoded(*decode_message(body, self.max_images))
 

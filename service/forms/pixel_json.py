@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import binascii
 import re
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +17,7 @@ import orjson
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, TooLarge, invalid, shown
 from service.forms import advice
-from service.pictures.headers import describe, recognise, sniff
+from service.pictures.headers import Between, describe, recognise, sniff
 
 _UINT8 = np.dtype(np.uint8)
 _SHAPES = "28 rows of 28, 784 integers 0 to 255, or a base64 string of 784 bytes"
@@ -92,7 +91,7 @@ def json_images(body: bytes, max_images: int) -> Images:
     return np.ndarray((count, HEIGHT, WIDTH), _UINT8, content)
 
 
-def sliced_json_images(body: bytes, max_images: int, between: Callable[[], None]) -> Images:
+def sliced_json_images(body: bytes, max_images: int, between: Between) -> Images:
     """`json_images` for large bodies: the list of images is parsed in slices.
 
     Parsed whole, 32 MB of JSON take 400 MB, in slices 50 MB. `between` is called before each slice.
@@ -110,7 +109,7 @@ def sliced_json_images(body: bytes, max_images: int, between: Callable[[], None]
     contents: list[bytes] = []
     count, at = 0, begin.end()
     while at <= end.start():
-        between()
+        between(0)
         stop = _slice_end(body, at, end.start())
         images = _slice(body, at, stop, end.start())
         if images is None:

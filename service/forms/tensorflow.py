@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import binascii
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
@@ -43,7 +43,7 @@ from service.forms.tensors import (
     check_form,
     read_images,
 )
-from service.pictures.headers import recognise
+from service.pictures.headers import Between, recognise
 
 _NOW_BYTES = 128 * 1024
 """Bodies up to this size are decoded on the event loop: 2 to 3 ms of JSON."""
@@ -71,7 +71,7 @@ class TensorflowForm:
             return None
         return self._decode(body)
 
-    def decode(self, body: bytes, between: Callable[[], None]) -> Decoded:
+    def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any body."""
         return self._decode(body)
 

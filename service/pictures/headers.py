@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from codecs import getincrementaldecoder
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from service.errors import TooLarge, shown
@@ -14,6 +15,9 @@ Digits: TypeAlias = Literal["one", "several"]
 """How many digits each picture shows."""
 Doubt: TypeAlias = Literal["several_shapes", "not_a_digit"]
 """Why the answer for an image may mean nothing."""
+Between: TypeAlias = Callable[[int], None]
+"""Called between two steps of decoding, with the pixels that the next one decodes, times the passes
+over them; with 0 for bytes of no picture. It raises to end the work."""
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _CONVERT = "; convert it to PNG or JPEG"
@@ -27,8 +31,8 @@ _SIGNATURES = {
     b"GIF87a": ("image/gif", "; send it with Content-Type: image/gif"),
     b"GIF89a": ("image/gif", "; send it with Content-Type: image/gif"),
     b"%PDF": ("a PDF file", _CONVERT),
-    b"II*\0": ("a TIFF file", _CONVERT),
-    b"MM\0*": ("a TIFF file", _CONVERT),
+    b"II*\0": ("image/tiff", "; send it with Content-Type: image/tiff"),
+    b"MM\0*": ("image/tiff", "; send it with Content-Type: image/tiff"),
     b"PK\x03\x04": ("an npz or zip archive", _ONE_ARRAY),
     b"\x80\x04\x95": ("a Python pickle", _ONE_ARRAY),
     b"\x93NUMPY": ("an npy file", "; send it with Content-Type: application/x-npy"),
@@ -44,7 +48,7 @@ _SIGNATURES = {
 }
 """File signatures: name of the format, and advice."""
 
-_BRANDS = {b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"avif": "AVIF"}
+_BRANDS = {b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC"}
 """Brands at byte 8 of ISO base media files."""
 
 _FILE = re.compile(r"@?[\w./~\\:-]{1,250}\.\w{1,5}", re.ASCII)
@@ -54,7 +58,8 @@ _READ_BYTES = 256
 WEBP = re.compile(rb"RIFF.{4}WEBP", re.DOTALL)
 BMP = re.compile(rb"BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0", re.DOTALL)
 """Two bytes would be too few: pixels may have them. The length of the second header follows."""
-_PATTERNS = ((WEBP, "image/webp"), (BMP, "image/bmp"))
+_AVIF = re.compile(rb".{4}ftypavi[fs]", re.DOTALL)
+_PATTERNS = ((WEBP, "image/webp"), (BMP, "image/bmp"), (_AVIF, "image/avif"))
 _JPEG_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 _MAX_JPEG_SEGMENTS = 64
 """Looked at for a JPEG's size. Cameras write about ten before it."""

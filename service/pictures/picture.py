@@ -17,7 +17,7 @@ from PIL import Image
 from lenet.pixels import HEIGHT, WIDTH, Images
 from service.errors import InvalidInput, TooLarge
 from service.pictures.doubt import count_shapes, is_no_digit, silhouette
-from service.pictures.headers import Digits, Doubt, Invert
+from service.pictures.headers import Between, Digits, Doubt, Invert
 from service.pictures.ink import Drawing, Ink, find_ink
 from service.pictures.picture_files import read_grey
 from service.pictures.separate import MAX_DIGITS, find_digits, in_reading_order
@@ -54,18 +54,25 @@ def prepare(
     digits: Digits,
     max_pixels: int,
     used_pixels: int,
+    between: Between,
 ) -> Prepared:
     """The digits in a picture, each cropped, scaled and centred like MNIST's.
 
     `invert`: "true" is dark ink on light paper, "false" light ink on dark paper, "auto" detects
     which of the two it is. `digits`: "one" takes everything that is drawn for one digit, "several"
     takes it apart, in reading order. `max_pixels` is the limit of the whole request, of which
-    `used_pixels` are taken.
+    `used_pixels` are taken; `between` is called before they are decoded.
 
     Raises: InvalidInput (another type, damaged, no digit), TooLarge (too many pixels or digits).
     """
     grey, pixels = read_grey(
-        body, declared, field=field, invert=invert, max_pixels=max_pixels, used_pixels=used_pixels
+        body,
+        declared,
+        field=field,
+        invert=invert,
+        max_pixels=max_pixels,
+        used_pixels=used_pixels,
+        between=between,
     )
     drawing = find_ink(grey, invert)
     if not drawing.ink.any():

@@ -114,11 +114,11 @@ def parsers(stack: ExitStack) -> dict[str, Search]:
     def target(name: str) -> Target:
         return stack.enter_context(closing(load(name)))
 
-    def between() -> None:
+    def between(_: int) -> None:
         pass
 
     found: dict[str, Search] = {}
-    for name in ("png", "jpeg", "webp", "gif", "bmp"):
+    for name in ("png", "jpeg", "webp", "gif", "bmp", "avif", "tiff"):
         pictures = target(name)
         for digits in ("one", "several"):
             form = _form(f"image/{name}", digits)
@@ -155,7 +155,7 @@ def _form(content_type: str, digits: str = "one") -> ImageForm:
 
 
 def _in_process(target: Target, form: Form) -> Search:
-    return Search(target, lambda data: form.decode(data, lambda: None), PROCESS_US)
+    return Search(target, lambda data: form.decode(data, lambda _: None), PROCESS_US)
 
 
 class _Server(http2.Server):

@@ -136,7 +136,7 @@ def changed(value: Any, rng: random.Random) -> Any:
 def decode(message: bytes) -> Decoded:
     """Decode like the service: at once, or in a decoding process."""
     form = OipProtoForm(MAX_IMAGES)
-    return form.decode_now(message) or form.decode(message, lambda: None)
+    return form.decode_now(message) or form.decode(message, lambda _: None)
 
 
 class GrpcTarget(Target):

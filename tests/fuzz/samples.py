@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import struct
 import zlib
 from typing import Any
@@ -77,14 +76,6 @@ def jpeg(grey: np.ndarray[Any, Any], mode: str = "L", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def exif(orientation: int, order: str = "<") -> bytes:
-    """An APP1 segment that holds an orientation."""
-    magic = b"II*\0" if order == "<" else b"MM\0*"
-    entry = struct.pack(order + "IHHHIHHI", 8, 1, 274, 3, 1, orientation, 0, 0)
-    content = b"Exif\0\0" + magic + entry
-    return b"\xff\xe1" + struct.pack(">H", len(content) + 2) + content
-
-
 def webp_of(*chunks: bytes) -> bytes:
     """A WebP of chunks, each its type and then its content."""
     body = b"WEBP"
@@ -112,9 +103,6 @@ def part(content: bytes, *headers: bytes, boundary: bytes = b"x") -> bytes:
     return b"--" + boundary + b"\r\n" + lines + b"\r\n\r\n" + content + b"\r\n"
 
 
-_JPEG_FRAME = re.compile(rb"\xff[\xc0-\xc2].{3}(.{4})", re.DOTALL)
-
-
 def sniffed(content: bytes) -> str:
     """Content type of a part that states none."""
     for start, kind in (
@@ -123,11 +111,15 @@ def sniffed(content: bytes) -> str:
         (b"\x93NUMPY", "application/x-npy"),
         (b"GIF87a", "image/gif"),
         (b"GIF89a", "image/gif"),
+        (b"II*\0", "image/tiff"),
+        (b"MM\0*", "image/tiff"),
     ):
         if content.startswith(start):
             return kind
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
         return "image/webp"
+    if content[4:12] in (b"ftypavif", b"ftypavis"):
+        return "image/avif"
     if content[:2] == b"BM" and content[15:18] == bytes(3) and content[14] in BMP_HEADERS:
         return "image/bmp"
     return "application/octet-stream"
@@ -138,14 +130,7 @@ BMP_HEADERS = (12, 40, 52, 56, 64, 108, 124)
 
 def picture_pixels(content: bytes) -> int:
     """Width times height of a picture that could be read; 0 of anything else."""
-    kind = sniffed(content)
-    if kind == "image/png":
-        width, height = struct.unpack(">II", content[16:24])
-    elif kind == "image/jpeg" and (frame := _JPEG_FRAME.search(content)):
-        height, width = struct.unpack(">HH", frame[1])
-    elif kind in ("image/webp", "image/gif", "image/bmp"):
-        with Image.open(io.BytesIO(content)) as picture:
-            width, height = picture.size
-    else:
+    if not sniffed(content).startswith("image/"):
         return 0
-    return int(width * height)
+    with Image.open(io.BytesIO(content)) as picture:
+        return picture.width * picture.height

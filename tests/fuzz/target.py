@@ -82,6 +82,8 @@ MODULES = MappingProxyType(
         "webp": ("pictures", "WebpTarget", (*_PICTURE, "PIL.WebPImagePlugin")),
         "gif": ("pictures", "GifTarget", (*_PICTURE, "PIL.GifImagePlugin")),
         "bmp": ("pictures", "BmpTarget", (*_PICTURE, "PIL.BmpImagePlugin")),
+        "avif": ("pictures", "AvifTarget", (*_PICTURE, "PIL.AvifImagePlugin")),
+        "tiff": ("pictures", "TiffTarget", (*_PICTURE, "PIL.TiffImagePlugin")),
         "connection": ("connection", "ConnectionTarget", ("wire",)),
         "head": (
             "head",

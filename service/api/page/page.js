@@ -444,8 +444,8 @@ async function addSamples() {
   }
 }
 
-const PICTURES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
-const FORMATS = "expected PNG, JPEG, WebP, GIF or BMP";
+const PICTURES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp", "image/avif", "image/tiff"];
+const FORMATS = "expected PNG, JPEG, WebP, GIF, BMP, AVIF or TIFF";
 const MOST_PIXELS = 12e6; // The service takes a little more; telephones make more than that.
 
 async function take(file) {
@@ -496,7 +496,7 @@ async function readable(file) {
   } catch {
     return [file.type || "application/octet-stream", file]; // The service says what is wrong with it.
   }
-  const most = file.type === "image/webp" ? MOST_PIXELS / 2 : MOST_PIXELS;
+  const most = ["image/webp", "image/avif"].includes(file.type) ? MOST_PIXELS / 2 : MOST_PIXELS;
   if (PICTURES.includes(file.type) && bitmap.width * bitmap.height <= most) return [file.type, file];
   const scale = Math.min(1, Math.sqrt(MOST_PIXELS / (bitmap.width * bitmap.height)));
   const canvas = make("canvas", { width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale) });

@@ -163,5 +163,5 @@ def test_a_refused_request_is_identified_when_it_was_parsed():
     content = tensor.SerializeToString() + delimited(0x2A, numbers)
     message = pb.ModelInferRequest(model_name="lenet", id="7").SerializeToString()
     with pytest.raises(InvalidInput) as caught:
-        OipProtoForm(1).decode(message + as_input(content), lambda: None)
+        OipProtoForm(1).decode(message + as_input(content), lambda _: None)
     assert caught.value.asked == Asked("lenet", "", "7")

@@ -1,4 +1,4 @@
-"""Ink of drawings whose digit is known to the pixel; `test_kinds.py` has photographs."""
+"""Ink of drawings whose digit is known to the pixel; `test_picture.py` has photographs."""
 
 import numpy as np
 import pytest
