@@ -7,25 +7,8 @@ from trainer.augment import CONTROLS, WarpLimits, warp
 from trainer.random import philox, symmetric
 
 
-def random():
-    return np.random.default_rng(0)
-
-
 def some_images(count):
-    return random().integers(0, 256, (count, 28, 28)).astype(np.uint8)
-
-
-def random_warp(images, limits):
-    return warp(images, limits, 1, 0)
-
-
-def test_the_same_seed_and_step_give_the_same_images_and_others_give_others():
-    images, limits = some_images(5), WarpLimits(12, 0.1, 8, 2, 1)
-    first, second = (warp(images, limits, 1, 5) for _ in range(2))
-    np.testing.assert_array_equal(first, second)
-    assert (first[0] != first[1]).any()
-    for seed, step in ((2, 5), (1, 6)):
-        assert (warp(images, limits, seed, step)[0] != first[0]).any()
+    return np.random.default_rng(0).integers(0, 256, (count, 28, 28)).astype(np.uint8)
 
 
 @pytest.mark.parametrize("elastic", [0, 2])
@@ -33,16 +16,6 @@ def test_a_part_of_a_batch_is_warped_as_in_the_whole(elastic):
     images, limits = some_images(12), WarpLimits(12, 0.1, 8, 2, elastic)
     whole = warp(images, limits, 1, 5)
     np.testing.assert_array_equal(warp(images[7:], limits, 1, 5, first_row=7), whole[7:])
-
-
-@pytest.mark.parametrize("value", [0, 255])
-def test_ink_that_leaves_the_image_is_replaced_by_paper(value):
-    images = np.full((20, 28, 28), value, np.uint8)
-    moved = random_warp(images, WarpLimits(45, 0.5, 45, 14))
-    assert moved.max() == value
-    assert moved.min() == 0
-    assert moved.dtype == np.uint8
-    assert moved.shape == images.shape
 
 
 def warped_one_pixel_at_a_time(image, limits, seed, step, row):

@@ -10,10 +10,10 @@ from trainer.ops_cpu import CpuOps
 from trainer.runs import evaluate
 
 
-@pytest.mark.parametrize("expected", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("expected", [0.5, 3.0])
 def test_the_temperature_that_made_the_logits_is_found(expected):
     random = np.random.default_rng(3)
-    honest = random.standard_normal((200_000, 5)) * 2
+    honest = random.standard_normal((50_000, 5)) * 2
     cumulated = np.exp(honest).cumsum(axis=1)
     drawn = random.random((len(honest), 1)) * cumulated[:, -1:]
     labels = (drawn > cumulated).sum(axis=1).astype(np.uint8)

@@ -107,7 +107,6 @@ def rewrite(path, **metadata):
         (lambda path: rewrite(path, run="another", epochs="[]"), "belongs to another run"),
         (lambda path: rewrite(path), "cannot be read"),
         (lambda path: rewrite(path, run="x", epochs="[[1, 2]]"), "cannot be read"),
-        (lambda path: rewrite(path, run="x", epochs="{"), "cannot be read"),
         (lambda path: rewrite(path, run="x", epochs="[" * 100_000), "cannot be read"),
         (lambda path: rewrite(path, run="x", epochs=f"[[{10**400}, 1, 1]]"), "cannot be read"),
     ],

@@ -69,9 +69,7 @@ def torch_golden():
 # PyTorch
 
 
-@pytest.mark.parametrize(
-    "prefix", ["module.", "_orig_mod.", "model.", "state_dict.model._orig_mod."]
-)
+@pytest.mark.parametrize("prefix", ["module.", "state_dict.model._orig_mod."])
 def test_a_prefix_of_all_names_is_taken_off_and_said(tmp_path, described, capsys, prefix):
     arrays = load_file(GOLDEN / "torch-import.safetensors")
     file = tmp_path / "state.safetensors"
@@ -81,10 +79,6 @@ def test_a_prefix_of_all_names_is_taken_off_and_said(tmp_path, described, capsys
     assert said in capsys.readouterr().out.splitlines()
     images, probabilities = torch_golden()
     np.testing.assert_allclose(served(tmp_path, images), probabilities, atol=1e-5)
-
-
-def test_a_file_without_arrays_has_no_prefix():
-    assert importing.without_prefix({}) == ({}, "")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "npz"])
@@ -248,9 +242,8 @@ def conv(channels, size, **options):
             (),
         ),
         ([conv(4, 5, padding="same", pool="max"), conv(5, 2, padding="same"), dense(10)], ()),
-        ([conv(4, 5, padding="valid"), dense(10)], ()),
     ],
-    ids=["batch norm", "batch norm without gamma and beta", "stride", "even kernel", "valid"],
+    ids=["batch norm", "batch norm without gamma and beta", "stride", "even kernel"],
 )
 def test_arrays_of_keras_give_its_probabilities(tmp_path, described, blocks, norm):
     images = np.random.default_rng(1).integers(0, 256, (8, 28, 28), np.uint8)
@@ -291,16 +284,8 @@ def arrays_of(**changes):
             "0) it would fit: is the layout keras instead of torch?",
         ),
         (
-            arrays_of(fc2_bias=np.ones(9, np.float32)),
-            "dense2.bias: fc2.bias has shape (9,), expected (10,)",
-        ),
-        (
             arrays_of(fc2_weight=None, fc2_bias=None),
             "the file has 1 dense layers, expected 2, as mine has; --model names another: fc1",
-        ),
-        (
-            arrays_of(bn_running_mean=np.ones(3), bn_running_var=np.ones(3)),
-            "bn.running is neither",
         ),
         (arrays_of(fc2_alpha=np.ones(3)), "fc2.alpha is no part of a layer that is known"),
         (
@@ -308,13 +293,9 @@ def arrays_of(**changes):
             "fc2.bias holds nan, expected finite numbers",
         ),
         (arrays_of(fc2_bias=np.array(["a"] * 10)), "fc2.bias has dtype <U1, expected numbers"),
-        (arrays_of(fc2_bias=np.ones(10, complex)), "fc2.bias has dtype complex128, expected"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(tmp_path, described, capsys, arrays, sentence):
-    if "bn.running.mean" in arrays:
-        arrays = {name.replace("running.", "running_"): v for name, v in arrays.items()}
-        sentence = "the file has 1 batch norms, expected 0, as mine has; --model names another: "
     np.savez(tmp_path / "a.npz", **arrays)
     assert main(tmp_path / "a.npz", *described(MLP)) == 6
     error = capsys.readouterr().err
@@ -363,7 +344,6 @@ def archive(*names):
         (b"PK\x03\x04", "is not a valid npz file"),
         (npz(), "holds no arrays"),
         (npz(zipfile.ZIP_LZMA, a=b""), "a.npy is compressed as NumPy does not: method 14"),
-        (npz(a=b"hello"), "a is not an array in npy format"),
         (
             npz(a=npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", bytes(8))),
             "a has dtype object",
@@ -371,10 +351,6 @@ def archive(*names):
         (
             npz(a=npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000,), }")),
             "a has 0 bytes, expected 4 x (1000000000,) as its header says",
-        ),
-        (
-            npz(a=npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,), }", bytes(4))),
-            "a has 4 bytes, expected 4 x (-1,)",
         ),
         (
             npz(a=npy(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {(1,) * 40}, }}"[:110])),
@@ -419,7 +395,6 @@ def test_equal_layers_of_a_safetensors_file_are_in_the_order_of_their_numbers(tm
 @pytest.mark.parametrize(
     ("mapping", "sentence"),
     [
-        ([], "expected an object as"),
         (
             {"dense3.weight": "fc1.weight"},
             "the mapping names dense3.weight, expected some of dense1",

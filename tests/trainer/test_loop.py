@@ -8,9 +8,8 @@ from lenet.model import named
 from trainer import loop
 from trainer.checkpoint import Checkpoint
 from trainer.errors import TrainingDiverged
-from trainer.loop import accuracy, find_fault, train
+from trainer.loop import find_fault, train
 from trainer.loop import run_of as run_of_recipe
-from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors, no_hook
 from trainer.ops_cpu import CpuOps
 from trainer.optimizer import Sgd, rates
@@ -42,28 +41,12 @@ def assert_same(one, other):
         np.testing.assert_array_equal(value, other.tensors[name])
 
 
-@pytest.mark.parametrize("schedule", ["one-cycle", "step"])
-def test_a_network_learns_and_says_how_each_epoch_went(tiny, tmp_path, capsys, schedule):
-    recipe = RECIPE.model_copy(update={"schedule": schedule})
-    network, epochs, _ = run(tiny, tmp_path, recipe)
-    assert len(epochs) == 3
-    assert epochs[-1].loss < epochs[0].loss
-    assert epochs[-1].validation_accuracy > 0.7
-    assert epochs[-1].validation_accuracy == accuracy(network, tiny.hold_out(100)[1])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    assert lines[2].startswith(f"epoch 3 of 3: loss {epochs[-1].loss:.4f}, accuracy ")
-    assert lines[2].endswith(f"validation {epochs[-1].validation_accuracy:.2%}")
-
-
 class Overflowing(CpuOps):
     """Claims three overflows in the first epoch and two in the last."""
 
-    totals = 3, 3, 5
-
     def __init__(self):
         super().__init__()
-        self.read = iter(self.totals)
+        self.read = iter((3, 3, 5))
 
     def skipped(self, state):
         return next(self.read)
@@ -76,12 +59,8 @@ def test_an_epoch_says_how_many_of_its_steps_were_skipped(tiny, tmp_path, capsys
     records = []
     run(tiny, tmp_path, network=new_network(ops=Overflowing()), record=records.append)
     assert [record["skipped_steps"] for record in records] == [3, 0, 2]
-    assert [record["loss_scale"] for record in records] == [512.0] * 3
-    first, second, third = capsys.readouterr().out.splitlines()
-    said = ", {} steps skipped: a gradient overflowed, the loss scale is now 512"
-    assert said.format(3) in first
-    assert "skipped" not in second
-    assert third.endswith(said.format(2))
+    said = ", 2 steps skipped: a gradient overflowed, the loss scale is now 512"
+    assert capsys.readouterr().out.endswith(f"{said}\n")
 
 
 def test_a_run_is_what_its_recipe_says(tiny):
@@ -93,25 +72,6 @@ def test_a_run_is_what_its_recipe_says(tiny):
     assert (limits.rotation, limits.scale, limits.shear) == (recipe.rotation, recipe.scale, 3.0)
     assert (limits.shift, limits.elastic) == (recipe.shift, 1.5)
     np.testing.assert_array_equal(found.rates, rates("one-cycle", 39, 0.03))
-
-
-def test_the_same_seed_gives_the_same_tensors_and_another_seed_others(tiny, tmp_path):
-    first, second = (run(tiny, tmp_path / place)[0] for place in "ab")
-    assert_same(first, second)
-    other, _, _ = run(tiny, tmp_path, RECIPE.model_copy(update={"seed": 2}))
-    assert (other.tensors["conv1.weight"] != first.tensors["conv1.weight"]).all()
-
-
-class Constant(CpuOps):
-    """Every step has the same loss and the same correct."""
-
-    def losses(self, state, start, stop):
-        return np.full(stop - start, 0.75, np.float32), np.full(stop - start, 5)
-
-
-def test_an_epoch_has_the_mean_loss_and_the_share_of_correct_answers(tiny, tmp_path):
-    _, epochs, _ = run(tiny, tmp_path, network=new_network(ops=Constant()))
-    assert [(epoch.loss, epoch.accuracy) for epoch in epochs] == [(0.75, 5 / 20)] * 3
 
 
 class Interrupting(Network):
@@ -193,23 +153,6 @@ class Capturing(CpuOps):
         return replay
 
 
-def test_a_captured_step_is_replayed_unless_it_is_profiled(tiny, tmp_path):
-    captured, profiled = Capturing(), Capturing()
-    first, _, _ = run(tiny, tmp_path / "a", network=new_network(ops=captured))
-    second, _, _ = run(tiny, tmp_path / "b", network=new_network(ops=profiled), capture=False)
-    assert (captured.replays, profiled.replays) == (3 * STEPS, 0)
-    assert_same(first, second)
-
-
-def test_a_loss_that_is_nan_or_infinite_stops_with_its_step(tiny, tmp_path):
-    recipe = RECIPE.model_copy(update={"rate": 100.0, "model": "lenet-classic"})
-    with pytest.raises(
-        TrainingDiverged,
-        match=r"the loss is (nan|inf) at step \d+ of 45, .*; first in \S.* at step \d+; .*100\.0",
-    ):
-        run(tiny, tmp_path, recipe)
-
-
 class Faulty(Capturing):
     """Puts a NaN into the second convolution's gradient from one step on."""
 
@@ -252,14 +195,6 @@ def test_diverging_names_step_and_layer_and_keeps_the_last_good_epoch(
         run(tiny, tmp_path / "cut", network=interrupted)
     kept, cut = (contents(tmp_path / place) for place in (".", "cut"))
     assert kept == cut
-
-
-def test_accuracy_is_the_share_that_is_right():
-    network = new_network()
-    images = np.zeros((4, 28, 28), np.uint8)
-    label = int(network.logits(images)[0].argmax())
-    labels = np.array([label, label, label, (label + 1) % 10], np.uint8)
-    assert accuracy(network, Digits(images, labels)) == 0.75
 
 
 class Spoiling(CpuOps):

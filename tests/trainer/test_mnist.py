@@ -57,18 +57,14 @@ def test_the_first_image_of_each_class_is_held_out_last(digits):
     [
         (b"", "starts at byte 0 with nothing"),
         (b"\x00\x00\x0d\x01" + bytes(8), "starts at byte 0 with 00 00 0d 01"),
-        (b"\x01\x00\x08\x01" + bytes(8), "not an IDX file"),
         (b"\x00\x00\x08\x03\x00\x00", "ends at byte 6, within its header"),
         (struct.pack(">HBBI", 0, 8, 1, 3) + b"ab", "has 10 bytes uncompressed, expected 11"),
-        (struct.pack(">HBBI", 0, 8, 1, 3) + b"abcd", "has 12 bytes uncompressed, expected 11"),
         (
             struct.pack(">HBBIII", 0, 8, 3, *[2**32 - 1] * 3),
             "expected 79228162458924105385300197391",
         ),
         (struct.pack(">HBBI", 0, 8, 1, 0), "bytes 4 to 7 say (0,), expected sizes above 0"),
-        (struct.pack(">HBB255I", 0, 8, 255, *[1] * 255) + b"a", "byte 3 says 255 dimensions"),
         (gzip.compress(bytes(100), mtime=0)[:-9], "cannot be read"),
-        (b"\x1f\x8b" + bytes(20), "cannot be read"),
     ],
 )
 def test_a_broken_file_is_refused_with_its_name_and_what_is_wrong(tmp_path, content, message):
@@ -98,7 +94,6 @@ def test_any_bytes_are_either_an_array_or_refused(content, tmp_path_factory):
             lambda images, labels: (images[:, :27], labels),
             r"bytes 4 to 15 say that the images are \(400, 27, 28\), expected \(n, 28, 28\)",
         ),
-        (lambda images, labels: (images[:0], labels[:0]), r"bytes 4 to 15 say \(0, 28, 28\)"),
         (
             lambda images, labels: (images, labels[:-1]),
             r"bytes 4 to 7 say that the labels are \(399,\), expected one for each of the 400 im",
@@ -142,8 +137,6 @@ def test_images_stored_by_columns_are_transposed(tiny, write_idx):
         (b"\n".join(b"%d" % n for n in range(257)), "has 257 lines"),
         (b"one\n\ntwo\n", "line 2 is ''"),
         (b"one\ntwo\none\n", "line 3 is 'one', as is line 1"),
-        (b"one\nt\x07wo\n", "line 2 is 't"),
-        (b"one\n" + b"a" * 101, "expected a name of 1 to 100 printable characters"),
         (b"one\n\xff\n", "byte 4 is not UTF-8"),
     ],
 )

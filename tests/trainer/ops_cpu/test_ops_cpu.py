@@ -1,14 +1,12 @@
-"""Every backward against float64 finite differences of its forward."""
+"""Operations whose gradients `test_network.py` does not compare with differences."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lenet import reference
-from lenet.model import IDENTITY, Activation, ConvBlock, Pool
+from lenet.model import IDENTITY
 from trainer.augment import WarpLimits, warp
 from trainer.mnist import Digits
 from trainer.ops import RUNNING_SHARE, Epilogue, Norm, Run, Update
@@ -16,92 +14,6 @@ from trainer.ops_cpu import CpuOps
 from trainer.random import permutation, philox, uniform
 
 OPS = CpuOps(np.float64)
-
-
-def pairs(low, high):
-    return st.tuples(st.integers(low, high), st.integers(low, high))
-
-
-@st.composite
-def convolutions(draw):
-    kernel, dilation, padding = draw(pairs(1, 4)), draw(pairs(1, 3)), draw(pairs(0, 3))
-    least = [
-        max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True)
-    ]
-    size = tuple(low + draw(st.integers(0, 3)) for low in least)
-    block = ConvBlock(
-        draw(st.integers(1, 5)),
-        kernel,
-        stride=draw(pairs(1, 3)),
-        padding=padding,
-        dilation=dilation,
-    )
-    return block, draw(st.integers(1, 3)), size, draw(st.integers(1, 3)), draw(st.integers(0, 99))
-
-
-@settings(max_examples=60)
-@given(case=convolutions())
-def test_convolution_agrees_with_its_definition_and_with_differences(assert_slope, case):
-    block, c, size, n, seed = case
-    random = np.random.default_rng(seed)
-    x = random.standard_normal((c, *size, n))
-    weight = random.standard_normal((block.channels, c, *block.kernel))
-    y, saved = OPS.convolution(x, weight, block)
-    direct = reference.convolve_directly(x.transpose(3, 0, 1, 2), weight, block)
-    np.testing.assert_allclose(y.transpose(3, 0, 1, 2), direct, rtol=1e-12, atol=1e-12)
-
-    dy = random.standard_normal(y.shape)
-    dx = OPS.convolution_input_gradient(dy, saved)
-    dweight = OPS.convolution_weight_gradient(dy, saved)
-
-    def value():
-        return float((OPS.convolution(x, weight, block)[0] * dy).sum())
-
-    assert_slope(dx, value, x)
-    assert_slope(dweight, value, weight)
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 2, 4), (12, 4)])
-def test_dense_agrees_with_differences_on_images_and_on_units(shape, assert_slope):
-    random = np.random.default_rng(3)
-    x, weight = random.standard_normal(shape), random.standard_normal((5, 12))
-    y, saved = OPS.dense(x, weight)
-    np.testing.assert_allclose(y, weight @ x.reshape(12, 4))
-    dy = random.standard_normal(y.shape)
-    dx, dweight = OPS.dense_input_gradient(dy, saved), OPS.dense_weight_gradient(dy, saved)
-
-    def value():
-        return float((OPS.dense(x, weight)[0] * dy).sum())
-
-    assert_slope(dx, value, x)
-    assert_slope(dweight, value, weight)
-
-
-def new_norm(k, dtype=np.float64):
-    random = np.random.default_rng(11)
-    gamma, beta, mean = random.standard_normal((3, k)).astype(dtype)
-    return Norm(gamma, beta, mean, np.full(k, 2, dtype))
-
-
-@pytest.mark.parametrize("pool", [None, Pool("max"), Pool("average", (3, 2), (1, 2), (1, 0))])
-@pytest.mark.parametrize("activation", [IDENTITY, Activation("elu", 0.7), Activation("tanh")])
-@pytest.mark.parametrize("with_norm", [True, False])
-def test_an_epilogue_agrees_with_differences(assert_slope, with_norm, activation, pool):
-    random = np.random.default_rng(12)
-    x = random.standard_normal((3, 4, 5, 2))
-    norm, bias = (new_norm(3), None) if with_norm else (None, random.standard_normal(3))
-    epilogue = Epilogue(norm, bias, activation, pool)
-    y, saved = OPS.epilogue(x, epilogue, True)
-    dy = random.standard_normal(y.shape)
-    dx, gradients = OPS.epilogue_backward(dy, saved)
-
-    def value():
-        return float((OPS.epilogue(x, epilogue, True)[0] * dy).sum())
-
-    assert_slope(dx, value, x)
-    parameters = [norm.gamma, norm.beta] if with_norm else [bias]
-    for gradient, parameter in zip(gradients, parameters, strict=True):
-        assert_slope(gradient, value, parameter)
 
 
 def test_an_epilogue_moves_its_running_values_in_training_only():
