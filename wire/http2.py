@@ -576,8 +576,8 @@ class Http2:
         head = self._handler.read(fields)
         small = len(block) <= _KNOWN_BLOCK_BYTES and len(fields) <= _KNOWN_FIELDS
         if self._table_is_empty and small:
-            names = [name for name, _ in fields if name in VARYING] if values else []
-            alone = values and len(set(names)) == len(names) and names == self._names(pieces)
+            names = [name for name, _ in fields if name in VARYING]
+            alone = values and names == self._names(pieces)
             make = head.for_values(fields) if alone else None
             if make or not head.once:
                 if len(known) >= _KNOWN_BLOCKS:
@@ -603,16 +603,11 @@ class Http2:
 
         [] if a cut is in the middle of another field. The block needs no table.
         """
-        names = []
-        for piece in pieces[:-1]:
-            try:
-                *_, (name, value) = self._decoder.decode(piece + b"\0", raw=True)
-            except (HPACKError, IndexError, ValueError):
-                return []
-            if value:  # the last byte is a part of it
-                return []
-            names.append(name)
-        return names
+        try:
+            blocks = [self._decoder.decode(one + b"\0", raw=True) for one in pieces[:-1]]
+        except (HPACKError, IndexError):
+            return []
+        return [list(fields)[-1][0] for fields in blocks]
 
     def _other_headers(self, stream: Stream | None, number: int, ends: bool, block: bytes) -> None:
         """Trailers, or headers where none may be."""

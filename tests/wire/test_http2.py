@@ -289,19 +289,12 @@ GONE = "goaway 0 PROTOCOL_ERROR"
 
 BEGINNINGS = {
     "3.4 nothing": ("", FIRST),
-    "3.4 a part of the preface": (PREFACE[:10], "", FIRST),
-    "3.4 the preface alone": (PREFACE, "", FIRST),
-    "3.4 preface and settings": (START, "", f"{FIRST}, ack"),
     "3.4 a request of HTTP/1.1": (b"GET / HTTP/1.1\r\n\r\n", "", f"{FIRST}, {GONE}"),
     "3.4 a preface that differs at its end": (PREFACE[:-1] + b"x", "", f"{FIRST}, {GONE}"),
     "3.4 PING as the first frame": (PREFACE + ping(), "", f"{FIRST}, {GONE}"),
     "3.4 HEADERS as the first frame": (PREFACE + get(), "", f"{FIRST}, {GONE}"),
     "3.4 an acknowledgement as the first frame": (PREFACE + ACKED, "", f"{FIRST}, {GONE}"),
     "3.4 first settings on a stream": (PREFACE + settings(stream=1), "", f"{FIRST}, {GONE}"),
-    "3.4 first settings of 5 bytes": (
-        PREFACE + frame(SETTINGS, 0, 0, bytes(5)),
-        *("", f"{FIRST}, goaway 0 FRAME_SIZE_ERROR"),
-    ),
     "3.4 the preface twice": (START + PREFACE, "", f"{FIRST}, ack, goaway 0 FRAME_SIZE_ERROR"),
     "3.4 a request behind the preface": (
         START + get(path=b"/answer"),
@@ -314,27 +307,17 @@ FRAMES = {
     "4.1 an unknown type of 200,000 bytes": (frame(0x16, 0, 0, bytes(200_000)), "", ""),
     "4.1 a payload that comes later": (frame(PING, size=8), b"12345678", "", "pong"),
     "4.1 the reserved bit is ignored": (get(1 | 1 << 31, path=b"/answer"), DONE, ANSWERED),
-    "4.1 flags without a meaning are ignored": (get(flags=0x52), GOT, ""),
     "4.2 a frame over the limit": (
         frame(0x16, 0, 0, size=256 * 1024 + 1),
         *("", "goaway 0 FRAME_SIZE_ERROR"),
     ),
     "4.2 PING of 9 bytes": (ping(bytes(9)), "", "goaway 0 FRAME_SIZE_ERROR"),
-    "4.2 PING of 7 bytes": (ping(bytes(7)), "", "goaway 0 FRAME_SIZE_ERROR"),
     "4.3 a block in three frames": (
         headers(block()[:5], END) + more(block()[5:20]) + more(block()[20:], WHOLE),
         *(GOT, ""),
     ),
     "4.3 an empty first part": (headers(b"", END) + more(block(), WHOLE), GOT, ""),
     "4.3 PING within a block": (headers(block(), END) + ping(), "", GONE),
-    "4.3 an unknown type within a block": (headers(block(), END) + frame(0x16), "", GONE),
-    "4.3 PRIORITY within a block": (
-        headers(block(), END) + frame(PRIORITY, 0, 1, bytes(5)),
-        *("", GONE),
-    ),
-    "4.3 DATA within a block": (headers(block(), 0) + data(), "", GONE),
-    "4.3 HEADERS within a block": (headers(block(), END) + get(3), "", GONE),
-    "4.3 a block that is not continued": (headers(block(), END), "", ""),
 }
 
 STATES = {
@@ -375,24 +358,14 @@ STATES = {
         *(DONE, f"{ANSWERED}, goaway 1 STREAM_CLOSED"),
     ),
     "5.1 WINDOW_UPDATE on a closed stream": (get(path=b"/answer") + update(1), DONE, ANSWERED),
-    "5.1 RST_STREAM on a closed stream": (get(path=b"/answer") + reset(), DONE, ANSWERED),
-    "5.1 PRIORITY on a closed stream": (
-        get(path=b"/answer") + frame(PRIORITY, 0, 1, bytes(5)),
-        *(DONE, ANSWERED),
-    ),
     "5.1 DATA behind the client's reset": (
         post() + reset() + data(1, bytes(20)),
-        *(f"{OPEN}, 1 cancelled", "reset 1 STREAM_CLOSED"),
-    ),
-    "5.1 DATA twice behind the client's reset": (
-        post() + reset() + data(1, bytes(20)) * 2,
         *(f"{OPEN}, 1 cancelled", "reset 1 STREAM_CLOSED"),
     ),
     "5.1 trailers behind the client's reset": (
         post() + reset() + trailers((b"a", b"b")),
         *(f"{OPEN}, 1 cancelled", "reset 1 STREAM_CLOSED"),
     ),
-    "5.1 RST_STREAM twice": (post() + reset() * 2, f"{OPEN}, 1 cancelled", ""),
     "5.1 DATA on its way when the stream was reset": (
         post(1, length(3)) + data(1, b"abcd") + data(1, bytes(2000)) * 9,
         *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
@@ -413,14 +386,6 @@ STATES = {
         *("5 GET /, 5 end", "goaway 5 STREAM_CLOSED"),
     ),
     "5.1.1 RST_STREAM on a stream in between": (get(5) + reset(3), "5 GET /, 5 end", ""),
-    "5.1.2 as many streams as announced": (
-        b"".join(get(number) for number in range(1, 400, 2)) + reset(1),
-        *(
-            ", ".join(f"{number} GET /, {number} end" for number in range(1, 400, 2))
-            + ", 1 cancelled",
-            "",
-        ),
-    ),
     "5.1.2 a stream more": (
         b"".join(get(number) for number in range(1, 402, 2)) + reset(1),
         *(
@@ -443,7 +408,6 @@ DATA_FRAMES = {
         post(path=b"/echo") + data(1, bytes(20)) + data(1, b"abc", END),
         *("1 POST /echo, 1 data 23, 1 end", "headers 1, body 1 23 end"),
     ),
-    "6.1 an empty body": (post() + data(1, b"", END), f"{OPEN}, 1 end", ""),
     "6.1 two bodies in turns": (
         post() + post(3) + data(1, b"a") + data(3, b"bc") + data(1, b"d", END) + data(3, b"", END),
         *("1 POST /, 3 POST /, 1 data 1, 3 data 2, 1 data 1, 1 end, 3 end", ""),
@@ -451,10 +415,6 @@ DATA_FRAMES = {
     "6.1 DATA on stream 0": (data(0, b"abc"), "", GONE),
     "6.1 padding": (
         post() + data(1, b"\3abc\0\0\0", PADDED | END),
-        *(f"{OPEN}, 1 data 3, 1 end", ""),
-    ),
-    "6.1 padding of 0 bytes": (
-        post() + data(1, b"\0abc", PADDED | END),
         *(f"{OPEN}, 1 data 3, 1 end", ""),
     ),
     "6.1 nothing but padding": (post() + data(1, b"\3abc", PADDED | END), f"{OPEN}, 1 end", ""),
@@ -500,24 +460,14 @@ DATA_FRAMES = {
         post(1, length(3)) + data(1, b"abc") + trailers(),
         *(f"{OPEN}, 1 data 3, 1 end", ""),
     ),
-    "8.1.1 two lengths": (post(1, length(3), length(3)), "", "reset 1 PROTOCOL_ERROR"),
     "8.1.1 a length with a sign": (
         post(1, (b"content-length", b"+3")),
         *("", "reset 1 PROTOCOL_ERROR"),
     ),
-    "8.1.1 a length of 30 digits": (
-        post(1, (b"content-length", b"1" * 30)),
-        *("", "reset 1 PROTOCOL_ERROR"),
-    ),
-    "8.1.1 an empty length": (post(1, (b"content-length", b"")), "", "reset 1 PROTOCOL_ERROR"),
 }
 
 HEADER_FRAMES = {
     "6.2 padding": (headers(b"\2" + block() + b"\0\0", WHOLE | END | PADDED), GOT, ""),
-    "6.2 padding of the whole frame": (
-        headers(b"\2\0\0", WHOLE | END | PADDED),
-        *("", "reset 1 PROTOCOL_ERROR"),
-    ),
     "6.2 more padding than the frame": (headers(b"\3\0\0", WHOLE | END | PADDED), "", GONE),
     "6.2 padding without its length": (
         headers(b"", WHOLE | END | PADDED),
@@ -532,10 +482,6 @@ HEADER_FRAMES = {
         headers(bytes(4), WHOLE | END | PRIORITIZED),
         *("", "goaway 0 FRAME_SIZE_ERROR"),
     ),
-    "6.2 padding of a block in two frames": (
-        headers(b"\2" + block()[:9] + b"\0\0", END | PADDED) + more(block()[9:], WHOLE),
-        *(GOT, ""),
-    ),
     "6.3 PRIORITY on stream 0": (frame(PRIORITY, 0, 0, bytes(5)), "", GONE),
     "6.3 PRIORITY of 4 bytes": (frame(PRIORITY, 0, 1, bytes(4)), "", "goaway 0 FRAME_SIZE_ERROR"),
     "6.3 PRIORITY of 4 bytes on an open stream": (
@@ -543,35 +489,24 @@ HEADER_FRAMES = {
         *(f"{OPEN}, 1 cancelled", "reset 1 FRAME_SIZE_ERROR"),
     ),
     "6.4 RST_STREAM": (post() + reset(), f"{OPEN}, 1 cancelled", ""),
-    "6.4 RST_STREAM with a code of nobody's": (
-        post() + reset(code=0xFFFFFFFF),
-        *(f"{OPEN}, 1 cancelled", ""),
-    ),
     "6.4 RST_STREAM on stream 0": (reset(0), "", GONE),
     "6.4 RST_STREAM of 3 bytes": (
         post() + frame(RST, 0, 1, bytes(3)),
         *(OPEN, "goaway 1 FRAME_SIZE_ERROR"),
     ),
-    "6.4 RST_STREAM of 5 bytes": (
-        post() + frame(RST, 0, 1, bytes(5)),
-        *(OPEN, "goaway 1 FRAME_SIZE_ERROR"),
-    ),
     "6.6 PUSH_PROMISE": (frame(PUSH, WHOLE, 1, bytes(4)), "", GONE),
     "6.7 PING": (ping(), "", "pong"),
     "6.7 PING on a stream": (ping(stream=1), "", GONE),
-    "6.7 an acknowledgement that nobody waits for": (ping(flags=ACK), "", ""),
     "6.8 GOAWAY": (
         post() + frame(GOAWAY, 0, 0, bytes(8)) + data(1, b"abc", END),
         *(f"{OPEN}, 1 data 3, 1 end", ""),
     ),
-    "6.8 GOAWAY with a text": (frame(GOAWAY, 0, 0, bytes(8) + b"bye"), "", ""),
     "6.8 GOAWAY on a stream": (frame(GOAWAY, 0, 1, bytes(8)), "", GONE),
     "6.8 GOAWAY of 7 bytes": (frame(GOAWAY, 0, 0, bytes(7)), "", "goaway 0 FRAME_SIZE_ERROR"),
     "6.10 CONTINUATION of another stream": (
         headers(block(), END) + more(b"", WHOLE, 3),
         *("", GONE),
     ),
-    "6.10 CONTINUATION on stream 0": (more(b"", WHOLE, 0), "", GONE),
     "6.10 CONTINUATION of a complete block": (
         get() + more(b"", WHOLE),
         *(GOT, "goaway 1 PROTOCOL_ERROR"),
@@ -581,7 +516,6 @@ HEADER_FRAMES = {
 SETTING_FRAMES = {
     "6.5 settings": (settings((STREAMS, 1), (LIST_SIZE, 100)), "", "ack"),
     "6.5 an acknowledgement": (ACKED + headers(NO_TABLE + block()), GOT, ""),
-    "6.5 two acknowledgements": (ACKED * 2 + headers(NO_TABLE + block()), GOT, ""),
     "6.5 an acknowledgement with settings": (
         settings((STREAMS, 1), flags=ACK),
         *("", "goaway 0 FRAME_SIZE_ERROR"),
@@ -595,7 +529,6 @@ SETTING_FRAMES = {
         frame(SETTINGS, 0, 0, bytes(16_386)),
         *("", "goaway 0 FRAME_SIZE_ERROR"),
     ),
-    "6.5.2 ENABLE_PUSH of 1": (settings((ENABLE_PUSH, 1)), "", "ack"),
     "6.5.2 ENABLE_PUSH of 2": (settings((ENABLE_PUSH, 2)), "", GONE),
     "6.5.2 INITIAL_WINDOW_SIZE of 2^31": (
         settings((WINDOW, 2**31)),
@@ -618,10 +551,6 @@ WINDOWS = {
         frame(UPDATE, 0, 0, bytes(3)),
         *("", "goaway 0 FRAME_SIZE_ERROR"),
     ),
-    "6.9 WINDOW_UPDATE of 5 bytes": (
-        frame(UPDATE, 0, 0, bytes(5)),
-        *("", "goaway 0 FRAME_SIZE_ERROR"),
-    ),
     "6.9 WINDOW_UPDATE by 0": (update(0, 0), "", GONE),
     "6.9 WINDOW_UPDATE by 0 on a stream": (
         post() + update(1, 0),
@@ -642,21 +571,9 @@ WINDOWS = {
         *(f"{OPEN}, 1 cancelled", "reset 1 FLOW_CONTROL_ERROR"),
     ),
     "6.9.1 an answer waits for both windows": (get(path=b"/large"), LARGE, FULL),
-    "6.9.1 an answer waits for the connection's window": (
-        get(path=b"/large") + update(1, 100_000),
-        *(LARGE, FULL),
-    ),
-    "6.9.1 an answer waits for its stream's window": (
-        get(path=b"/large") + update(0, 100_000),
-        *(LARGE, FULL),
-    ),
     "6.9.1 both windows open": (
         get(path=b"/large") + update(0, 100_000) + update(1, 100_000),
         *(f"{LARGE}, 1 sent", "headers 1, body 1 100000 end"),
-    ),
-    "6.9.1 both windows open a little": (
-        get(path=b"/large") + update(1, 100) + update(0, 40),
-        *(LARGE, "headers 1, body 1 65575"),
     ),
     "6.9.1 the connection's window serves the longest waiting first": (
         get(path=b"/large") + get(3, path=b"/large") + update(1, 100_000) + update(3, 100_000),
@@ -678,17 +595,9 @@ WINDOWS = {
         settings((WINDOW, 0)) + get(path=b"/empty"),
         *("1 GET /empty, 1 end", "ack, headers 1 end"),
     ),
-    "6.9.1 a short answer waits for its stream's window": (
-        settings((WINDOW, 0)) + get(path=b"/answer"),
-        *(DONE, "ack, headers 1"),
-    ),
     "6.9.1 a short answer goes on": (
         settings((WINDOW, 0)) + get(path=b"/answer") + update(1, 100),
         *(f"{DONE}, 1 sent", f"ack, {ANSWERED}"),
-    ),
-    "6.9.1 trailers wait for the body": (
-        settings((WINDOW, 1)) + get(path=b"/trailers"),
-        *("1 GET /trailers, 1 end", "ack, headers 1, body 1 1"),
     ),
     "6.9.1 trailers follow the body": (
         settings((WINDOW, 1)) + get(path=b"/trailers") + update(1, 100),
@@ -751,17 +660,9 @@ WINDOWS = {
         get(path=b"/large") + update(0, 100_000) + settings((WINDOW, 0)) + update(1, 65_535),
         *(LARGE, f"{FULL}, ack"),
     ),
-    "6.9.2 a negative window opens": (
-        get(path=b"/large") + update(0, 100_000) + settings((WINDOW, 0)) + update(1, 65_635),
-        *(LARGE, "headers 1, body 1 65535, ack, body 1 100"),
-    ),
     "6.9.2 a stream's window over 2^31 - 1 by settings": (
         post() + update(1, 2**31 - 1 - 65_535) + settings((WINDOW, 65_536)),
         *(OPEN, "goaway 1 FLOW_CONTROL_ERROR"),
-    ),
-    "6.9.2 settings do not change the connection's window": (
-        settings((WINDOW, 2**31 - 1)) + get(path=b"/large"),
-        *(LARGE, f"ack, {FULL}"),
     ),
 }
 
@@ -772,8 +673,6 @@ REQUESTS = {
         post() + data(1, b"abc") + trailers((b"a", b"b")),
         *(f"{OPEN}, 1 data 3, 1 end", ""),
     ),
-    "8.1 trailers without a body": (post() + trailers((b"a", b"b")), f"{OPEN}, 1 end", ""),
-    "8.1 trailers without fields": (post() + trailers(), f"{OPEN}, 1 end", ""),
     "8.1 trailers in two frames": (
         post() + trailers((b"a", b"b"), flags=END) + more(b"", WHOLE),
         *(f"{OPEN}, 1 end", ""),
@@ -792,14 +691,6 @@ REQUESTS = {
     ),
     "8.2.1 upper case in trailers": (
         post() + trailers((b"A", b"b")),
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
-    ),
-    "8.2.1 a line feed in trailers": (
-        post() + trailers((b"a", b"b\nc")),
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
-    ),
-    "8.2.2 connection in trailers": (
-        post() + trailers((b"connection", b"close")),
         *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
     ),
     "8.2.1 upper case": (get(1, (b"X-A", b"b")), *WRONG),
@@ -925,14 +816,11 @@ HPACK = {
         ACKED + headers(integer(100, 5, 0x20) + block()),
         *NOT_DECODED,
     ),
-    "7541 4.2 a larger table than any": (headers(integer(4097, 5, 0x20) + block()), *NOT_DECODED),
     "7541 4.2 a change behind a field": (headers(block() + NO_TABLE), *NOT_DECODED),
-    "7541 4.2 two changes": (headers(integer(100, 5, 0x20) + NO_TABLE + block()), GOT, ""),
     "7541 4.2 three changes": (
         headers(integer(100, 5, 0x20) + NO_TABLE * 2 + block()),
         *NOT_DECODED,
     ),
-    "7541 4.2 a block of changes": (headers(NO_TABLE * 16_000), *NOT_DECODED),
     "7541 4.2 equal blocks with a table in between": (
         headers(NO_TABLE + block())
         + headers(integer(100, 5, 0x20) + block() + INDEXED, stream=3)
@@ -945,31 +833,7 @@ HPACK = {
         ),
     ),
     "7541 5.1 a number without an end": (headers(block() + b"\xff" * 2000), *NOT_DECODED),
-    "7541 5.1 a number of many zeros": (
-        headers(block() + b"\xff" + b"\x80" * 2000 + b"\0"),
-        *NOT_DECODED,
-    ),
-    "7541 5.1 a length without an end": (
-        headers(block() + b"\0\x7f" + b"\xff" * 2000 + b"\1"),
-        *NOT_DECODED,
-    ),
-    "7541 5.1 a number that is cut": (headers(block() + b"\xff"), *NOT_DECODED),
-    "7541 5.2 a name that is cut": (headers(block() + b"\0\5abc"), *NOT_DECODED),
-    "7541 5.2 a value that is missing": (headers(block() + b"\0\1a"), *NOT_DECODED),
-    "7541 5.2 a length beyond everything": (
-        headers(block() + b"\0\x7f\xff\xff\xff\xff\x7f"),
-        *NOT_DECODED,
-    ),
     "7541 5.2 Huffman's code": (headers(block() + b"\0\x81\x1f\x81\x1f"), GOT, ""),
-    "7541 5.2 Huffman's code with its end": (
-        headers(block() + b"\0\x84\xff\xff\xff\xff\0"),
-        *NOT_DECODED,
-    ),
-    "7541 5.2 Huffman's code with too much padding": (
-        headers(block() + b"\0\x82\x1f\xff\0"),
-        *NOT_DECODED,
-    ),
-    "7541 5.2 upper case in Huffman's code": (headers(block() + b"\0\x81\x87\0"), *WRONG),
     "7541 6.1 index 0": (headers(block() + b"\x80"), *NOT_DECODED),
     "7541 6.2.3 a field that is never indexed": (
         headers(block() + field(b"a", b"b", b"\x10")),
@@ -986,140 +850,72 @@ CALM_1 = "goaway 1 ENHANCE_YOUR_CALM"
 FAST = get(path=b"/answer")
 
 
-def refill(client):
-    """A second passes."""
-    client.http2.refill()
+def each(make):
+    """The bytes of so many requests."""
+    return lambda count: b"".join(make(number) for number in range(1, 2 * count, 2))
 
 
-FLOODS = {
-    "10.5 settings with many values": (settings(*((STREAMS, 1),) * 100) * 10, "", "ack 10"),
-    "10.5 settings": (settings() * 1000, "", f"ack 999, {CALM}"),
-    "10.5 PING": (ping() * 1000, "", f"pong 999, {CALM}"),
-    "10.5 PING, and a second passes": (
-        ping() * 999,
-        refill,
-        ping() * 48,
-        *("", "pong 1047"),
+def lines(number):
+    return headers(block((b"a", b"b" * 30_000)), stream=number)
+
+
+BROKEN = post(1, length(0)) + data(1, b"abcd")
+"""A stream that was reset here."""
+LIMITED = {
+    "SETTINGS": (b"", settings(), 999),
+    "SETTINGS of many values": (b"", settings(*((STREAMS, 1),) * 100), 99),
+    "PING": (b"", ping(), 999),
+    "acknowledgements of PING": (b"", ping(flags=ACK), 999),
+    "acknowledgements of SETTINGS": (ACKED, ACKED, 999),
+    "PRIORITY": (b"", frame(PRIORITY, 0, 1, bytes(5)), 999),
+    "unknown frames": (b"", frame(0x16), 999),
+    "GOAWAY": (b"", frame(GOAWAY, 0, 0, bytes(8)), 999),
+    "empty DATA": (post(), data(), 999),
+    "padded DATA": (post(), data(1, b"\0" + bytes(16), PADDED), 999),
+    "a body byte by byte on a reset stream": (BROKEN, data(1, b"a"), 997),
+    "empty DATA on a reset stream": (BROKEN, data(), 997),
+    "ends of a reset stream": (BROKEN, data(1, b"", END), 997),
+    "trailers on a reset stream": (BROKEN, trailers((b"a", b"b")), 62),
+    "WINDOW_UPDATE": (b"", update(0, 16), 999),
+    "WINDOW_UPDATE of a closed stream": (FAST, update(1, 1), 1008),
+    "requests that are reset": (b"", each(lambda n: post(n) + reset(n)), 999),
+    "complete requests that are reset": (b"", each(lambda n: get(n) + reset(n)), 999),
+    "requests without their bodies": (b"", each(lambda n: get(n, length(1))), 999),
+    "malformed requests": (b"", each(lambda n: get(n, (b"A", b""))), 62),
+    "streams beyond the limit": (b"", each(get), 200 + 999),
+    "empty CONTINUATION": (headers(block(), END), more(), 999),
+    "CONTINUATION without an end": (headers(block(), END), more(field(b"a", bytes(1000))), 32),
+    "large new blocks": (b"", each(lines), 142),
+    "PING, and answers between": (b"", each(lambda n: ping() + get(n, path=b"/answer")), None),
+    "PING, and messages between": (post(path=b"/echo"), data(1, bytes(20)) + ping(), None),
+    "a body byte by byte": (post(), data(1, b"a"), None),
+    "resets, and answers between": (
+        *(b"", each(lambda n: get(2 * n - 1) + reset(2 * n - 1) + get(2 * n + 1, path=b"/answer"))),
+        None,
     ),
-    "10.5 PING between requests": (
-        b"".join(ping() + get(number, path=b"/answer") for number in range(1, 2200, 2)),
-        *(
-            ", ".join(f"{number} GET /answer, {number} end" for number in range(1, 2200, 2)),
-            ", ".join(
-                f"pong, headers {number}, body {number} 2 end" for number in range(1, 2200, 2)
-            ),
-        ),
-    ),
-    "10.5 PING between the messages of one answer": (
-        post(path=b"/echo") + (data(1, bytes(20)) + ping()) * 1100,
-        *("1 POST /echo, 1 data 22000", "headers 1" + ", body 1 20, pong" * 1100),
-    ),
-    "10.5 acknowledgements": (ping(flags=ACK) * 1001, "", CALM),
-    "10.5 acknowledged settings": (ACKED * 1002, "", CALM),
-    "10.5 PRIORITY": (frame(PRIORITY, 0, 1, bytes(5)) * 1001, "", CALM),
-    "10.5 unknown frames": (frame(0x16) * 1001, "", CALM),
-    "10.5 GOAWAY": (frame(GOAWAY, 0, 0, bytes(8)) * 1001, "", CALM),
-    "10.5 empty DATA": (post() + data() * 1001, OPEN, CALM_1),
-    "10.5 a body byte by byte": (post() + data(1, b"a") * 2000, f"{OPEN}, 1 data 2000", ""),
-    "10.5 a body byte by byte on a reset stream": (
-        post(1, length(0)) + data(1, b"a") * 1000,
-        *(f"{OPEN}, 1 cancelled", f"reset 1 PROTOCOL_ERROR, {CALM_1}"),
-    ),
-    "10.5 padded DATA": (
-        post() + data(1, b"\0" + bytes(16), PADDED) * 1000,
-        *(f"{OPEN}, 1 data 15984", CALM_1),
-    ),
-    "10.5 empty DATA on a reset stream": (
-        post(1, length(0)) + data(1, b"abcd") + data() * 1000,
-        *(f"{OPEN}, 1 cancelled", f"reset 1 PROTOCOL_ERROR, {CALM_1}"),
-    ),
-    "10.5 ends of a reset stream": (
-        post(1, length(0)) + data(1, b"abcd") + data(1, b"", END) * 1000,
-        *(f"{OPEN}, 1 cancelled", f"reset 1 PROTOCOL_ERROR, {CALM_1}"),
-    ),
-    "10.5 trailers on a reset stream": (
-        post(1, length(0)) + data(1, b"abcd") + trailers((b"a", b"b")) * 1000,
-        *(f"{OPEN}, 1 cancelled", f"reset 1 PROTOCOL_ERROR, {CALM_1}"),
-    ),
-    "10.5 WINDOW_UPDATE by 1": (update(0, 1) * 1001, "", CALM),
-    "10.5 WINDOW_UPDATE by 1 on a closed stream": (
-        FAST + update(1, 1) * 1010,
-        *(DONE, f"{ANSWERED}, {CALM_1}"),
-    ),
-    "10.5 WINDOW_UPDATE by 16": (update(0, 16) * 1100, "", CALM),
-    "10.5 requests that are reset": (
-        b"".join(post(number) + reset(number) for number in range(1, 2002, 2)),
-        *(
-            ", ".join(f"{number} POST /, {number} cancelled" for number in range(1, 1998, 2))
-            + ", 1999 POST /",
-            "goaway 1999 ENHANCE_YOUR_CALM",
-        ),
-    ),
-    "10.5 complete requests that are reset": (
-        b"".join(get(number) + reset(number) for number in range(1, 2002, 2)),
-        *(
-            ", ".join(
-                f"{number} GET /, {number} end, {number} cancelled" for number in range(1, 1998, 2)
-            )
-            + ", 1999 GET /, 1999 end",
-            "goaway 1999 ENHANCE_YOUR_CALM",
-        ),
-    ),
-    "10.5 answered requests between those that are reset": (
-        b"".join(
-            get(number) + reset(number) + get(number + 2, path=b"/answer")
-            for number in range(1, 8802, 4)
-        ),
-        *(
-            ", ".join(
-                f"{number} GET /, {number} end, {number} cancelled, "
-                f"{number + 2} GET /answer, {number + 2} end"
-                for number in range(1, 8802, 4)
-            ),
-            ", ".join(f"headers {number}, body {number} 2 end" for number in range(3, 8804, 4)),
-        ),
-    ),
-    "10.5 requests that have the server reset them": (
-        b"".join(get(number, length(1)) for number in range(1, 2002, 2)),
-        *(
-            "",
-            ", ".join(f"reset {number} PROTOCOL_ERROR" for number in range(1, 1998, 2))
-            + ", goaway 1999 ENHANCE_YOUR_CALM",
-        ),
-    ),
-    "10.5 malformed requests": (
-        b"".join(get(number, (b"A", b"")) for number in range(1, 2002, 2)),
-        *(
-            "",
-            ", ".join(f"reset {number} PROTOCOL_ERROR" for number in range(1, 2 * 62, 2))
-            + ", goaway 125 ENHANCE_YOUR_CALM",
-        ),
-    ),
-    "10.5 trailers of requests that were reset": (
-        post(1, length(0)) + data(1, b"a") + headers(field(b"a", b"")) * 63,
-        *(f"{OPEN}, 1 cancelled", f"reset 1 PROTOCOL_ERROR, {CALM_1}"),
-    ),
-    "10.5 few trailers of requests that were reset": (
-        post(1, length(0)) + data(1, b"a") + headers(field(b"a", b"")) * 62,
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
-    ),
-    "10.5 streams beyond the limit": (
-        b"".join(get(number) for number in range(1, 400 + 2000, 2)),
-        *(
-            ", ".join(f"{number} GET /, {number} end" for number in range(1, 400, 2)),
-            ", ".join(f"reset {number} REFUSED_STREAM" for number in range(401, 400 + 1998, 2))
-            + ", goaway 2399 ENHANCE_YOUR_CALM",
-        ),
-    ),
-    "10.5.1 empty CONTINUATION": (headers(block(), END) + more() * 1001, "", CALM),
-    "10.5.1 CONTINUATION without an end": (
-        headers(block(), END) + more(field(b"a", bytes(1000))) * 33,
-        *("", CALM),
-    ),
-    "10.5.1 HEADERS of 33,000 bytes": (
-        headers(block((b"a", b"b" * 33_000))),
-        *("", CALM),
-    ),
+}
+"""What is sent before, what is sent again and again, and how often it may be; None: without end."""
+
+
+@pytest.mark.parametrize(("before", "again", "most"), LIMITED.values(), ids=LIMITED)
+def test_what_costs_work_without_a_request_ends_the_connection_when_it_is_too_much(
+    before, again, most
+):
+    for count in [2200] if most is None else [most + 1, most]:
+        client = Client()
+        client.feed(START + before + (again(count) if callable(again) else again * count), 1 << 20)
+        failed = client.http2.failed
+        assert (failed and CODES[failed.code]) == (
+            "ENHANCE_YOUR_CALM" if count != most and most else None
+        )
+    if most and not client.http2.in_block:
+        client.http2.refill()  # a second passes
+        client.feed(ping() * 48, 1 << 20)
+        assert client.http2.failed is None
+
+
+HEADERS_LIMITED = {
+    "10.5.1 HEADERS of 33,000 bytes": (headers(block((b"a", b"b" * 33_000))), "", CALM),
     "10.5.1 a list of 30,000 bytes is read": (
         headers(block((b"a", b"b" * 16_000)) + field(b"a", b"b" * 14_000)),
         *(GOT, ""),
@@ -1130,15 +926,6 @@ FLOODS = {
     ),
     "10.5.1 many small fields": (headers(block() + b"\x82" * 1000), "", CALM),
     "10.5.1 many empty fields": (headers(block() + b"\0\0\0" * 1100), "", CALM),
-    "10.5.1 large new blocks": (
-        b"".join(
-            headers(block((b"a", b"b" * 30_000)), stream=number) for number in range(1, 300, 2)
-        ),
-        *(
-            ", ".join(f"{number} GET /, {number} end" for number in range(1, 285, 2)),
-            "goaway 283 ENHANCE_YOUR_CALM",
-        ),
-    ),
 }
 
 
@@ -1193,7 +980,7 @@ STOPS = {
 
 TABLES = (
     *(FRAMES, STATES, DATA_FRAMES, HEADER_FRAMES, SETTING_FRAMES),
-    *(WINDOWS, REQUESTS, HPACK, FLOODS, STOPS),
+    *(WINDOWS, REQUESTS, HPACK, HEADERS_LIMITED, STOPS),
 )
 ROWS = {name: row for table in TABLES for name, row in table.items()}
 
