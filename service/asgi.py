@@ -5,13 +5,11 @@ Nothing is opened by the import: `lifespan` does, when the server starts.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from starlette.routing import Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lenet import DISTRIBUTION
 from lenet.command_line import parse
@@ -47,28 +45,27 @@ async def lifespan(_app: object = None) -> AsyncIterator[dict[str, Any]]:
         yield {_STATE: opened}
 
 
-_lifespan = Router(lifespan=lifespan)
-_START_ERRORS = (InvalidSettings, *STARTUP_ERRORS)
-
-
 async def _run_lifespan(scope: Scope, receive: Receive, send: Send) -> None:
-    """The lifespan by Starlette, for which a failed start is a traceback of 30 lines.
+    """Opens the service from one message of the server to the next; errors are one line.
 
     Raises:
         InvalidSettings, InvalidWeightFile, GoldenMismatch, BackendUnavailable, DeviceError: see
             `open_app`; without the frames within the service, since servers log them.
     """
-
-    async def send_in_words(message: Message) -> None:
-        error = sys.exception()  # Starlette sends while it handles the error
-        if isinstance(error, _START_ERRORS):
-            message = {**message, "message": str(error)}
-        await send(message)
-
+    phase = "startup"
+    await receive()
     try:
-        await _lifespan(scope, receive, send_in_words)
-    except _START_ERRORS as exc:
-        raise exc.with_traceback(None) from None
+        async with lifespan() as state:
+            scope["state"].update(state)
+            await send({"type": "lifespan.startup.complete"})
+            phase = "shutdown"
+            await receive()
+    except Exception as exc:
+        await send({"type": f"lifespan.{phase}.failed", "message": str(exc) or repr(exc)})
+        if isinstance(exc, (InvalidSettings, *STARTUP_ERRORS)):
+            raise exc.with_traceback(None) from None
+        raise
+    await send({"type": "lifespan.shutdown.complete"})
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:

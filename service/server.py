@@ -19,6 +19,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -59,29 +60,32 @@ LAST_ANSWERS_S = 0.5
 """Seconds from the loss of the device to the stop: callers get answers, probes see it."""
 
 
-def run(
-    settings: Settings,
-    signals: Signals,
-    shutdown_pipe: Connection | None = None,
-    heartbeat: Connection | None = None,
-    inbox: Inbox | None = None,
-    folder: Path | None = None,
-) -> ExitCode:
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """What a worker has of its supervisor: a pipe whose end stops it, and what it serves from.
+
+    `folder` is the one that the workers share, if there is one.
+    """
+
+    shutdown_pipe: Connection
+    heartbeat: Connection
+    inbox: Inbox
+    folder: Path | None
+
+
+def run(settings: Settings, signals: Signals, supervised: Supervised | None = None) -> ExitCode:
     """Serve until a stop; a start that fails is one line in the log and an exit code.
 
-    SIGTERM and SIGINT of `signals` stop it, or the end of `shutdown_pipe`. SIGHUP reloads the
-    weights folder. `heartbeat` and `inbox` are of a worker with a supervisor, `folder` the one that
-    its workers share, if there is one.
+    SIGTERM and SIGINT of `signals` stop it, or its supervisor. SIGHUP reloads the weights folder.
     """
     stop = Stop(settings.grace_s + settings.drain_timeout_s)
     signals.deliver(stop.take_signal)
-    if shutdown_pipe is not None:
-        threading.Thread(
-            target=stop.wait_for_end, args=(shutdown_pipe,), name="shutdown", daemon=True
-        ).start()
+    if supervised is not None:
+        pipe = (supervised.shutdown_pipe,)
+        threading.Thread(target=stop.wait_for_end, args=pipe, name="shutdown", daemon=True).start()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings, stop, heartbeat=heartbeat, inbox=inbox, folder=folder))
+            runner.run(_serve(settings, stop, supervised))
     except STARTUP_ERRORS as exc:
         _log.error("%s", exc)
         code = exit_code(exc)
@@ -92,20 +96,11 @@ def run(
     return ExitCode.STOPPED
 
 
-async def _serve(
-    settings: Settings,
-    requests: Stop,
-    *,
-    heartbeat: Connection | None = None,
-    inbox: Inbox | None = None,
-    folder: Path | None = None,
-) -> None:
-    shared = inbox is not None
+async def _serve(settings: Settings, requests: Stop, supervised: Supervised | None = None) -> None:
     main = asyncio.current_task()
     assert main is not None, "bug: outside a task"
     stop = asyncio.Event()
     service: Service | None = None
-    reload_requested = False
     files = settings.certificate
     certificate = None if files is None else ServedCertificate(files)
 
@@ -114,47 +109,43 @@ async def _serve(
             main.cancel()
         stop.set()
 
-    def on_hangup() -> None:
-        nonlocal reload_requested
-        if service is None:  # the warm-up may have read older files
-            reload_requested = True
-            return
+    def reload() -> None:
+        assert service is not None, "bug: a reload before the start"
         service.repository.request_reload()
         if certificate is not None:
             _renew(certificate, service.metrics)
             if settings.http_server == "uvicorn":
                 _log.warning("certificate: uvicorn presents that of its start until a restart")
 
-    loop = asyncio.get_running_loop()
-    requests.attach(begin_stop, on_hangup)
-    heart = None if heartbeat is None else Heartbeat(heartbeat)
+    requests.on_stop(begin_stop)
+    heart = None if supervised is None else Heartbeat(supervised.heartbeat)
     if heart is not None:
         heart.start()
     try:
         with contextlib.ExitStack() as stack:
             # Both ports before the work of the start, so that a taken one is reported at once.
-            ports = _bind(settings) if inbox is None else inbox.ports
+            ports = _bind(settings) if supervised is None else supervised.inbox.ports
             for listener in itertools.chain(*ports):
                 stack.enter_context(listener)
             grpc_port = None
             if settings.grpc_port != "off":
                 grpc_port = ports[-1][0].getsockname()[1]
+            folder = None if supervised is None else supervised.folder
             async with open_service(
-                settings, grpc_port=grpc_port, shared=shared, folder=folder
+                settings, grpc_port=grpc_port, shared=supervised is not None, folder=folder
             ) as service:
                 if certificate is not None:
                     _show(certificate, service.metrics, "read")
-                if reload_requested:
-                    on_hangup()
+                requests.on_reload(reload)  # now, too: the warm-up may have read older files
                 ending = asyncio.create_task(_end_when_lost(service.models, service.metrics))
                 if service.faults is not None:
+                    loop = asyncio.get_running_loop()
                     loop.add_signal_handler(signal.SIGUSR2, service.faults.inject, "poison")
                     loop.add_signal_handler(signal.SIGUSR1, service.faults.inject, "hang")
-                # SIGHUP to a supervisor reaches all workers, to a worker only that one.
-                pid = os.getppid() if shared else os.getpid()
                 if heart is not None:
                     heart.serve()
-                await _answer(service, ports, inbox, stop, settings, certificate, pid, heart)
+                inbox = None if supervised is None else supervised.inbox
+                await _answer(service, ports, stop, settings, certificate, inbox, heart)
             if service.models.lost.is_set():  # in the last of the stop
                 await ending
     except asyncio.CancelledError:
@@ -195,12 +186,11 @@ def _renew(certificate: ServedCertificate, metrics: Metrics) -> None:
 async def _answer(
     service: Service,
     ports: Sequence[Sequence[socket.socket]],
-    inbox: Inbox | None,
     stop: asyncio.Event,
     settings: Settings,
-    certificate: ServedCertificate | None,
-    pid: int,
-    heart: Heartbeat | None,
+    certificate: ServedCertificate | None = None,
+    inbox: Inbox | None = None,
+    heart: Heartbeat | None = None,
 ) -> None:
     """Serve until `stop`, then stop the connections and the queues within the drain timeout.
 
@@ -240,6 +230,8 @@ async def _answer(
         inbox.begin()
     scheme = "http" if certificate is None else "https"
     by = ", HTTP by uvicorn" if by_uvicorn else ""
+    # SIGHUP to a supervisor reaches all workers, to a worker only that one.
+    pid = os.getpid() if inbox is None else os.getppid()
     _log.info("ready: HTTP on %s://%s, %s, pid %d%s", scheme, at(host, port), grpc_at, pid, by)
     serving = [asyncio.create_task(server.serve(ours))]
     stop_all = [server.stop]

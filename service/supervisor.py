@@ -357,7 +357,7 @@ def _work(
         Path("/proc/self/comm").write_text("lenet-worker")
     logs.configure(settings.log_level, settings.log_format)
     gc.disable()  # until it serves, as in `service.__main__`
-    from service.server import run  # here alone: it takes half a second to import
+    from service.server import Supervised, run  # here alone: it takes half a second to import
 
     end_with_parent(False)
-    sys.exit(run(settings, signals, shutdown_pipe, heartbeat, inbox, folder))
+    sys.exit(run(settings, signals, Supervised(shutdown_pipe, heartbeat, inbox, folder)))

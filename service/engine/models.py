@@ -80,7 +80,8 @@ class Models:
         self.lost = asyncio.Event()
         self._folder = folder
         self._versions = versions
-        self._default = default
+        self.default = default
+        """The name of the model for requests that name none; it may be unloaded."""
         self._default_names = {"", alias}
         self._config = config
         self._metrics = metrics
@@ -96,14 +97,9 @@ class Models:
         """All that have contexts, those that are being unloaded among them."""
 
     @property
-    def default(self) -> str:
-        """The name of the model for requests that name none; it may be unloaded."""
-        return self._default
-
-    @property
     def served(self) -> tuple[Batcher, ...]:
         """All loaded versions: the default model first, then the highest version first."""
-        models = sorted(self._served.items(), key=lambda item: item[0] != self._default)
+        models = sorted(self._served.items(), key=lambda item: item[0] != self.default)
         return tuple(one for _, versions in models for one in versions)
 
     @property
@@ -114,13 +110,13 @@ class Models:
     @property
     def names(self) -> set[str]:
         """The names by which requests find models, the alias among them."""
-        alias = self._default_names - {""} if self._default in self._served else set[str]()
+        alias = self._default_names - {""} if self.default in self._served else set[str]()
         return alias.union(self._served)
 
     def find(self, name: str = "", version: str = "") -> Batcher | None:
         """Like `get`, but None if it is not loaded."""
         if name in self._default_names:
-            name = self._default
+            name = self.default
         versions = self._served.get(name, ())
         if not version:
             if len(versions) > 1:  # one may have been replaced a moment ago
@@ -139,9 +135,9 @@ class Models:
         model = self.find(name, version)
         if model is not None:
             return model
-        versions = self._served.get(self._default if name in self._default_names else name)
+        versions = self._served.get(self.default if name in self._default_names else name)
         if versions is None:
-            raise self.not_loaded(name or self._default)
+            raise self.not_loaded(name or self.default)
         loaded = ", ".join(repr(one.version.version) for one in versions)
         expected = loaded if len(versions) == 1 else f"one of {loaded}"
         found = versions[0].version.name
@@ -264,7 +260,6 @@ class Models:
         self._order(version.name, (*self._served.get(version.name, ()), served))
 
     def _order(self, name: str, versions: Iterable[Batcher]) -> None:
-        """Serve these versions of a model from now on."""
         self._served[name] = tuple(sorted(versions, key=lambda one: -int(one.version.version)))
 
     async def remove(self, name: str) -> None:

@@ -42,15 +42,20 @@ class Stop:
         self._begin_stop: Callable[[], None] = lambda: None
         self._reload: Callable[[], None] = lambda: None
 
-    def attach(self, begin_stop: Callable[[], None], reload: Callable[[], None]) -> None:
-        """Call these on the running event loop, also for what was requested before."""
+    def on_stop(self, begin_stop: Callable[[], None]) -> None:
+        """Call it on the running event loop, also for what was requested before."""
         with self._lock:
             self._loop = asyncio.get_running_loop()
-            self._begin_stop, self._reload = begin_stop, reload
-            if self._reload_requested:
-                self._loop.call_soon(reload)
+            self._begin_stop = begin_stop
             if self.requested:
                 self._loop.call_soon(begin_stop)
+
+    def on_reload(self, reload: Callable[[], None]) -> None:
+        """Call it on the running event loop, also for what was requested before."""
+        with self._lock:
+            self._reload = reload
+            if self._reload_requested:
+                self._post(reload)
 
     def take_signal(self, number: int) -> None:
         """The receiver of `Signals`."""

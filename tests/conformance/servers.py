@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 
 from service import server
 from wire.listener import allow_connections, listen
@@ -18,7 +17,7 @@ from wire.listener import allow_connections, listen
 async def own(service, settings):
     stop, listeners = asyncio.Event(), listen("127.0.0.1", 0)
     allow_connections(listeners)
-    serving = server._answer(service, (listeners,), None, stop, settings, None, os.getpid(), None)
+    serving = server._answer(service, (listeners,), stop, settings)
     async with _stopped(stop.set, serving) as task:
         yield listeners[0].getsockname()[1], stop.set, task
 

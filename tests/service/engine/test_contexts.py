@@ -108,7 +108,6 @@ class Stage:
         self.may_finish = threading.Event()
         self.may_finish.set()
         self.losses: list[tuple[str, str]] = []
-        self.lost = asyncio.Event()
         self.main = threading.get_ident()
 
     def make_context(self, device: int) -> FakeContext:
@@ -124,7 +123,6 @@ class Stage:
 
     def on_lost(self, reason: str, story: str) -> None:
         self.losses.append((reason, story))
-        self.lost.set()
 
     def pool(self, size: int, devices: int = 1, hang_timeout_s: float = PATIENCE_S) -> ContextPool:
         workers = [
@@ -253,51 +251,6 @@ def test_no_device_gets_a_second_batch_while_another_is_idle(run_virtually, size
                 assert pool.busy == len(taken)
 
     run_virtually(main)
-
-
-async def test_a_busy_worker_is_claimed_after_its_batch_and_before_any_other(stage):
-    async with opened(stage.pool(1)) as pool:
-        worker = pool.acquire()
-        inside, may_leave = asyncio.Event(), asyncio.Event()
-
-        async def claim():
-            async with pool.claimed(worker):
-                inside.set()
-                await may_leave.wait()
-
-        claiming = asyncio.create_task(claim())
-        await asyncio.sleep(0)
-        assert not inside.is_set()
-        pool.release(worker)
-        assert pool.acquire() is None, "it is reserved"
-        await inside.wait()
-        may_leave.set()
-        await claiming
-        assert pool.acquire() is worker
-
-
-@pytest.mark.parametrize("released", [False, True])
-async def test_a_worker_is_free_again_when_whoever_waited_for_it_gave_up(stage, released):
-    async with opened(stage.pool(1)) as pool:
-        worker = pool.acquire()
-
-        async def claim():
-            async with pool.claimed(worker):
-                raise AssertionError
-
-        claiming = asyncio.create_task(claim())
-        await asyncio.sleep(0)
-        if released:
-            pool.release(worker)
-        claiming.cancel()
-        if not released:
-            pool.release(worker)
-        with pytest.raises(asyncio.CancelledError):
-            await claiming
-        assert pool.acquire() is worker
-        pool.release(worker)
-        async with pool.claimed(worker):
-            assert pool.busy == 1
 
 
 # Opening and closing

@@ -99,18 +99,6 @@ def test_a_cut_says_why_when_it_is_made(rows, max_wait_s, draining, reason):
     assert queue.cut(0.0, draining=draining).reason == reason
 
 
-def test_a_cut_is_due_when_the_first_has_waited_or_the_batch_is_full():
-    queue = BatchQueue(4, 100, max_wait_s=0.5)
-    assert queue.cut_due_s() is None
-    push(queue, request(1, arrived_s=10.0))
-    push(queue, request(2, arrived_s=10.2))
-    assert queue.cut_due_s() == 10.5
-    push(queue, request(1, arrived_s=10.3))
-    assert queue.cut_due_s() == 10.0, "full: due at once"
-    queue.cut(10.3)
-    assert queue.cut_due_s() is None
-
-
 @dataclass
 class Waiting:
     """A request in the naive model: the numbers of its rows that still wait."""
