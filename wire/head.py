@@ -181,9 +181,9 @@ def without_frames(error: Refusal) -> Refusal:
 class Head(RequestHead):
     """The head of a request over HTTP/1.1.
 
-    `known_length` is the length of the body where an equal header section may be taken for this one
-    without parsing it: on a fast route, without error, on a connection that is kept. Else 0.
-    On such a route `headers` are left out, which only the application reads.
+    `is_plain` says whether an equal header section may be taken for this one without parsing it:
+    without error, on a connection that is kept. `known_length` is then the length of the body on a
+    fast route, else 0. On such a route `headers` are left out, which only the application reads.
 
     Raises:
         Refused: they break HTTP's rules.
@@ -258,24 +258,29 @@ class Head(RequestHead):
         if self.route is not None:
             self.headers = ()
         once = self.expects_continue or self.chunked or not self.keep_alive
-        done = self.route is None or self.answer is not None or self.error is not None
-        self.known_length = 0 if once or done else self.length or 0
+        self.is_plain = not once and self.answer is None and self.error is None
+        self.known_length = self.length or 0 if self.is_plain and self.route is not None else 0
 
-    def with_values(self, values: Iterable[tuple[str, str]], without: Iterable[str] = ()) -> Head:
+    def with_values(self, values: Mapping[str, str], without: Iterable[str] = ()) -> Head:
         """The head of a section with other `values` of some fields, and `without` others."""
-        assert self.route is not None, "bug: not a fast route"
         head = Head.__new__(Head)  # copy.copy takes 5 us
         head.__dict__.update(self.__dict__)
-        head._named = named = {**self._named, **dict(values)}
+        without = frozenset(without)
+        head._named = named = {**self._named, **values}
         for name in without:
             named.pop(name, None)
+        if self.route is None:
+            kept = (field for field in self.headers if field[0].decode("latin-1") not in without)
+            added = ((name.encode(), value.encode()) for name, value in values.items())
+            head.headers = (*kept, *added)
         head.ids = Ids.read(named)
         head.extra = head.ids.line + self._cors_lines
-        try:
-            head.wanted = self.route.read(self.query, named, self._placeholders)
-        except Refusal as exc:
-            head.error, head.wanted = without_frames(exc), None
-            head.known_length = 0
+        if self.route is not None:
+            try:
+                head.wanted = self.route.read(self.query, named, self._placeholders)
+            except Refusal as exc:
+                head.error, head.wanted = without_frames(exc), None
+                head.is_plain, head.known_length = False, 0
         return head
 
 
@@ -311,7 +316,8 @@ class Heads:
         if latest is None or latest[0] != fields:
             names = (self._varying[name.lower()] for name in fields[::2])
             values = (value.decode().strip() for value in fields[1::2])
-            latest = self._latest[rest] = fields, head.with_values(zip(names, values, strict=True))
+            changed = dict(zip(names, values, strict=True))
+            latest = self._latest[rest] = fields, head.with_values(changed)
         return latest[1]
 
     def _cut(self, section: bytes) -> tuple[bytes, list[bytes]]:
@@ -345,11 +351,11 @@ class Heads:
     def keep(self, section: bytes, head: Head) -> None:
         """Keep the head of a section, if an equal one may be taken for it."""
         rest, fields = self._cut(section)
-        if not head.known_length or len(rest) > self._most_bytes or (head.ids and not fields):
+        if not head.is_plain or len(rest) > self._most_bytes or (head.ids and not fields):
             return
         if fields:
-            head = head.with_values((), self._varying.values())
-        if head.known_length:
+            head = head.with_values({}, self._varying.values())
+        if head.is_plain:
             if len(self.known) >= _KNOWN_HEADS:
                 oldest = next(iter(self.known))
                 del self.known[oldest]

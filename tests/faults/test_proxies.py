@@ -10,7 +10,7 @@ import pytest
 
 from tests.deploy.proxies import free_ports, nginx_with
 from tests.faults.clients import ACCEPT, Connection, request
-from tests.wire.test_rfc import ROWS
+from tests.wire.test_http1 import ROWS
 
 SITE = """
 client_max_body_size 64m;

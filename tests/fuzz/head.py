@@ -131,7 +131,7 @@ class HeadTarget(Target):
         closing = re.search(r"(?:^|,)[ \t]*close[ \t]*(?:,|$)", named.get("connection", ""), re.I)
         if head.keep_alive and (closing or head.version not in ("1.0", "1.1")):
             raise Finding("kept a connection that has to close")
-        if head.known_length and (head.chunked or head.error or not head.keep_alive):
+        if head.is_plain and (head.chunked or head.error or not head.keep_alive):
             raise Finding("may be taken for an equal header section, though it is not plain")
         if head.answer is not None:
             if head.query.count(b"&") < 100:
@@ -227,8 +227,16 @@ def _read(heads: Heads, section: bytes) -> Head | None:
 
 def _told(head: Head) -> object:
     """What the connection does by a head."""
-    request = head.method, head.path, head.query, head.version, head.length, head.ids
-    return *request, head.keep_alive, head.known_length, head.extra, head.wanted, str(head.error)
+    request = head.method, head.path, head.query, head.version, head.length, sorted(head.headers)
+    return (
+        *request,
+        head.ids,
+        head.keep_alive,
+        head.known_length,
+        head.extra,
+        head.wanted,
+        str(head.error),
+    )
 
 
 def _plain_query(query: bytes) -> list[tuple[str, str]]:

@@ -13,8 +13,8 @@ import pytest
 
 from tests.service_process import PATIENCE_S
 from tests.wire.doors import running
+from tests.wire.test_http1 import ROWS
 from tests.wire.test_http2 import HEADERS, Client, frames
-from tests.wire.test_rfc import ROWS
 
 TABLE_SIZE = h2.settings.SettingCodes.HEADER_TABLE_SIZE
 
