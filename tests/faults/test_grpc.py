@@ -25,6 +25,7 @@ from tests.faults.checks import loop_s, outcomes, resident_bytes, samples, servi
 from tests.faults.clients import infer_request, reset_at_close
 from tests.service.test_every_route import Certificates
 from tests.service_process import PATIENCE_S
+from tests.wire import test_http2 as h2
 from wire.http2 import MAX_STREAMS
 from wire.streams import MAX_OPEN_STREAMS
 
@@ -147,7 +148,7 @@ async def test_other_calls_are_answered_when_silent_ones_take_every_place(start)
                 assert await statuses(opened, 1, ONE) == {OK: 1}
             assert service.get("/healthz")[0] == 200
             first = b""
-            while http2.literal(b"grpc-status", b"8") not in first:  # who waits longest gives way
+            while h2.field(b"grpc-status", b"8") not in first:  # who waits longest gives way
                 data = silent[0].recv(1 << 16)
                 assert data
                 first += data

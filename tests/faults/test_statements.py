@@ -26,6 +26,7 @@ from tests.faults import checks, http2
 from tests.faults.checks import outcomes, samples, serving, total, until
 from tests.faults.clients import RAW, WEIGHTS, ask, infer_request, opened, request, reset_at_close
 from tests.service_process import PATIENCE_S, PROJECT
+from tests.wire import test_http2 as h2
 
 BYTES, JSON = RAW.decode(), "application/json"
 PICTURE = (PROJECT / "docs/images/seven.png").read_bytes()
@@ -41,9 +42,8 @@ def partial_stream(path, size, *fields):
     block, body = http2.call_headers(path), http2.message(bytes(size))
     if path == b"/predict":
         fields = ((b"content-type", RAW), *fields)
-        block, body = http2.request_headers(b"POST", path, *fields), bytes(size)
-    data = http2.frame(http2.DATA, 0, 1, body[: size // 2])
-    return http2.OPENING + http2.frame(http2.HEADERS, http2.END_HEADERS, 1, block) + data
+        block, body = h2.block(*fields, method=b"POST", path=path), bytes(size)
+    return http2.OPENING + h2.headers(block, h2.WHOLE) + h2.data(1, body[: size // 2])
 
 
 class Clients:
@@ -143,7 +143,7 @@ def test_every_request_is_counted_as_its_client_saw_it(start_committed, digits):
     clients.send(request(PICTURE, b"X-Request-Timeout-Ms: 1", kind=b"image/png"))
     clients.send(request(b"", b"X-Request-Timeout-Ms: 1", length=784))
     clients.leave(request(b"", length=9000) + bytes(8000), "http cancelled")
-    cancel = http2.frame(http2.RST_STREAM, 0, 1, http2.CANCEL[1:])
+    cancel = h2.reset()
     for path, last in itertools.product((b"/predict", *METHODS), (b"", cancel)):
         protocol = "http" if path == b"/predict" else "grpc"
         clients.leave(partial_stream(path, 9000), f"{protocol} cancelled", last)
@@ -162,7 +162,7 @@ def test_every_request_is_counted_as_its_client_saw_it(start_committed, digits):
     assert [ask(service.port, explained).status for _ in range(2)] == [200, 200]
     body = bytes(784 * 12)
     clients.leave(request(b"", length=len(body)) + body[1:], "lost", b"\0")
-    rest = http2.frame(http2.DATA, http2.END_STREAM, 1, body[: len(body) // 2])
+    rest = h2.data(1, body[: len(body) // 2], h2.END)
     clients.leave(partial_stream(b"/predict", len(body)), "lost", rest)
 
     def counted():

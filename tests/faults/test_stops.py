@@ -19,22 +19,9 @@ from hpack import Decoder
 from benchmarks.grpc_stub import Stub
 from service.errors import ExitCode
 from tests.faults.clients import infer_request
-from tests.faults.http2 import (
-    ACK,
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    GOAWAY,
-    HEADERS,
-    OPENING,
-    SETTINGS,
-    WINDOW_UPDATE,
-    call_headers,
-    frame,
-    message,
-    request_headers,
-)
+from tests.faults.http2 import OPENING, call_headers, message
 from tests.service_process import PATIENCE_S
+from tests.wire import test_http2 as h2
 
 CLIENTS = {"kept": 6, "fresh": 16}
 HEAD = (
@@ -185,7 +172,7 @@ class Http2Client(threading.Thread):
     def _use(self, connection):
         self._open, self._last, self._next, self._seen = set(), None, 1, Counter()
         try:
-            connection.sendall(OPENING + frame(WINDOW_UPDATE, 0, 0, (1 << 30).to_bytes(4, "big")))
+            connection.sendall(OPENING + h2.update(0, 1 << 30))
             with connection.makefile("rb") as received:
                 while True:
                     if self._last is None and len(self._open) < 8:
@@ -195,8 +182,8 @@ class Http2Client(threading.Thread):
                     else:
                         content = received.read(int.from_bytes(head[:3], "big"))
                         self._take(head, content)
-                        if head[3] == SETTINGS and not head[4] & ACK:
-                            connection.sendall(frame(SETTINGS, ACK))
+                        if head[3] == h2.SETTINGS and not head[4] & h2.ACK:
+                            connection.sendall(h2.ACKED)
         except ConnectionError:
             pass
         if not self._seen:
@@ -210,20 +197,20 @@ class Http2Client(threading.Thread):
         block, content = H2_REQUESTS[stream % 4 == 1]
         if stream == 1:  # the settings of the service ask for a smaller table: it is empty
             block = b"\x20" + block
-        end = frame(DATA, END_STREAM, stream, content)
-        return frame(HEADERS, END_HEADERS, stream, block) + end
+        end = h2.data(stream, content, h2.END)
+        return h2.headers(block, h2.WHOLE, stream) + end
 
     def _take(self, head, content):
         kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
         self._seen[kind] += 1
-        if kind == GOAWAY:
+        if kind == h2.GOAWAY:
             self._last = int.from_bytes(content[:4], "big")
             assert content[4:8] == bytes(4), content
-        if kind == HEADERS:
+        if kind == h2.HEADERS:
             fields = dict(Decoder().decode(content, raw=True))
             assert fields.get(b":status", b"200") == b"200", fields
             assert fields.get(b"grpc-status", b"0") == b"0", fields
-        if kind in (DATA, HEADERS) and flags & END_STREAM:
+        if kind in (h2.DATA, h2.HEADERS) and flags & h2.END:
             self._open.remove(stream)
             self.answered += 1
 
@@ -231,7 +218,7 @@ class Http2Client(threading.Thread):
 RAW = (b"content-type", b"application/octet-stream")
 ONE_IMAGE = infer_request(np.zeros((1, 28, 28), np.uint8))
 H2_REQUESTS = (
-    (request_headers(b"POST", b"/predict", RAW), bytes(784)),
+    (h2.block(RAW, method=b"POST", path=b"/predict"), bytes(784)),
     (call_headers(), message(ONE_IMAGE.SerializeToString())),
 )
 """Header block and content."""

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 import tests.wire.test_http2 as h2
-from tests.faults.http2 import call_headers, literal, message
+from tests.faults.http2 import call_headers, message
 from tests.wire.test_statements import Client, Door
 from wire.budget import Budget
 from wire.door import HttpService
@@ -49,7 +49,7 @@ def test_calls_need_a_key_where_there_are_keys(key, status):
     door = Door()
     methods = {b"/test.Echo/Call": unary(bytes.upper)}
     door.door = HttpService({}, Budget(1 << 20), gate=Gate(Keys(["a-key"])), methods=methods)
-    given = literal(b"authorization", b"Bearer " + key.encode()) if key else b""
+    given = h2.field(b"authorization", b"Bearer " + key.encode()) if key else b""
     head = call_headers(b"/test.Echo/Call", given)
     client = Client(h2.START + h2.headers(head, 4) + h2.data(1, message(b"a"), h2.END), door=door)
     assert client.outcome() == status

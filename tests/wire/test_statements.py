@@ -15,7 +15,7 @@ import pytest
 import tests.wire.test_http2 as h2
 from service.api import grpc_methods
 from tests.documented import documented
-from tests.faults.http2 import WATCH, call_headers, literal, message
+from tests.faults.http2 import WATCH, call_headers, message
 from tests.fuzz.connection import Transport
 from tests.fuzz.turns import Turns
 from tests.wire.doors import Echo, application
@@ -288,7 +288,7 @@ EACH = "open requests of a connection over HTTP/2, calls of gRPC included"
 ALL = "open requests over HTTP/2 in a worker; of these, calls of `Watch`"
 WINDOWS = "bytes of a request over HTTP/2 that are sent before any is used"
 PARTS = "compressed messages of gRPC that arrive at a time, in a worker"
-GZIP = call_headers(b"/grpc.health.v1.Health/Check", literal(b"grpc-encoding", b"gzip"))
+GZIP = call_headers(b"/grpc.health.v1.Health/Check", h2.field(b"grpc-encoding", b"gzip"))
 PART = message(gzip.compress(bytes(100)), 1)[:20]
 
 
