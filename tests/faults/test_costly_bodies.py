@@ -82,19 +82,27 @@ def test_small_work_is_answered_beside_forms_that_are_decoded(start):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_decoders_end_in_time_when_the_service_stops_or_is_killed(start, number):
     service = start("--drain-timeout-s", "1").ready()
+
+    def have_ended():
+        """Stopped, they end only by a kill; the kernel continues them when their parent ends."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
     with contextlib.ExitStack() as stack:
+        assert post(service, seven(), PNG)[0] == 200
+        pids = decoding(service)  # which have told the kernel that they end with the service
         for _ in range(3):
             stack.enter_context(begin(service))
-        pids = started(service)
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)  # it ends only by a kill
+        assert not have_ended()
         if number == signal.SIGKILL:
             service.signal(number)
         else:
             service.signal_all(number)  # the decoders get it, too
+        until(have_ended)
         assert service.wait() == (-number if number == signal.SIGKILL else 0)
     assert "Traceback" not in service.log
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def test_the_next_picture_is_answered_when_a_decoder_was_killed(start):

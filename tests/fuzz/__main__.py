@@ -26,7 +26,7 @@ from tests.fuzz.target import (
     CORPUS,
     LARGEST_INPUT_BYTES,
     MODULES,
-    Target,
+    corpus,
     load,
     mutated,
     run_bounded,
@@ -185,37 +185,26 @@ def _keep_what_adds(name: str) -> None:
 
 
 def _mutate_blindly(name: str, seconds: float) -> int:
-    with closing(load(name)) as target:
-        return _mutate(target, name, seconds)
-
-
-def _mutate(target: Target, name: str, seconds: float) -> int:
-    inputs = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
-    rng = random.Random(0)
-    _limit_memory()
+    inputs, rng = corpus(name), random.Random(0)
     end_s, runs = time.monotonic() + seconds, 0
-    while time.monotonic() < end_s:
-        data = rng.choice(inputs)
-        for _ in range(rng.choice((1, 1, 2, 4))):
-            data = target.mutate(data, rng, lambda data: mutated(data, rng, target.max_bytes))
-        data = data[: target.max_bytes]
-        runs += 1
-        if not _passes(target, data, name):
-            return 1
+    with closing(load(name)) as target:
+        _limit_memory()
+        while time.monotonic() < end_s:
+            data = rng.choice(inputs)
+            for _ in range(rng.choice((1, 1, 2, 4))):
+                data = target.mutate(data, rng, lambda data: mutated(data, rng, target.max_bytes))
+            data = data[: target.max_bytes]
+            runs += 1
+            try:
+                run_bounded(target, data)
+            except Exception:
+                WORK.mkdir(parents=True, exist_ok=True)
+                path = WORK / f"{name}-crash-{time.time_ns()}"
+                path.write_bytes(data)
+                print(f"failed, see {path}", file=sys.stderr)
+                raise
     print(f"{name}: {runs} runs in {seconds:.0f} s, all as expected")
     return 0
-
-
-def _passes(target: Target, data: bytes, name: str) -> bool:
-    try:
-        run_bounded(target, data)
-    except Exception:
-        WORK.mkdir(parents=True, exist_ok=True)
-        path = WORK / f"{name}-crash-{time.time_ns()}"
-        path.write_bytes(data)
-        print(f"failed, see {path}", file=sys.stderr)
-        raise
-    return True
 
 
 if __name__ == "__main__":

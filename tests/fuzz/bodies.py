@@ -17,7 +17,15 @@ from lenet.pixels import Images
 from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
 from service.forms.body import Limits, decode
 from tests.fuzz import samples
-from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick, quiet
+from tests.fuzz.target import (
+    Finding,
+    MutateBytes,
+    Target,
+    changed_json,
+    mutate_list,
+    pick,
+    quiet,
+)
 from wire.answer import error_answer
 
 MAX_IMAGES = 8
@@ -115,34 +123,14 @@ class JsonTarget(Target):
             document = json.loads(data)
         except (ValueError, RecursionError):
             return mutate(data)
-        return json.dumps(_changed_json(document, rng), separators=(",", ":")).encode()
+        return json.dumps(changed_json(document, rng, _VALUES), separators=(",", ":")).encode()
 
 
-def _changed_json(value: Any, rng: random.Random) -> Any:
-    """`value` with one change somewhere in it."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        key = rng.choice(list(value))
-        return {**value, key: _changed_json(value[key], rng)}
-    if isinstance(value, list) and value and rng.random() < 0.9:
-        at = rng.randrange(len(value))
-        match rng.randrange(8):
-            case 0:
-                return value[:at] + value[at + 1 :]
-            case 1:
-                return value[:at] + [value[at]] * 2 + value[at + 1 :]
-            case 2:
-                return value * 2 if len(value) < 5000 else value[:28]
-            case 3 if isinstance(value[at], list):
-                return value[:at] + value[at] + value[at + 1 :]
-            case _:
-                return [*value[:at], _changed_json(value[at], rng), *value[at + 1 :]]
-    return rng.choice(
-        (
-            *(0, 1, 255, 256, -1, 1.0, 0.5, -0.0, 1e400, True, False, None, "", "x", [], {}),
-            *(2**63, 2**64, 10**400, [value], {"images": value}, [[0] * 28] * 28, [0] * 784),
-            *(base64.b64encode(bytes(784)).decode(), "data:image/png;base64,AAAA", "\ud800"),
-        )
-    )
+_VALUES = (
+    *(0, 1, 255, 256, -1, 1.0, 0.5, -0.0, 1e400, True, False, None, "", "x", [], {}),
+    *(2**63, 2**64, 10**400, [[0] * 28] * 28, [0] * 784, "\ud800"),
+    *(base64.b64encode(bytes(784)).decode(), "data:image/png;base64,AAAA"),
+)
 
 
 def _json_reference(body: bytes) -> Images | None:
@@ -177,17 +165,31 @@ def has_surrogate(value: Any) -> bool:
     return False
 
 
+def nested(value: Any) -> tuple[int, ...] | None:
+    """The lengths of nested lists; None where those side by side differ."""
+    if type(value) is not list:
+        return ()
+    inner = {nested(one) for one in value} or {()}
+    (first, *others) = inner
+    return None if others or first is None else (len(value), *first)
+
+
+def leaves(value: Any) -> list[Any]:
+    """What is in nested lists."""
+    return [leaf for one in value for leaf in leaves(one)] if type(value) is list else [value]
+
+
 def _json_image(image: Any) -> Images | None:
     if isinstance(image, str):
-        if len(image) != 1048 or not re.fullmatch("[A-Za-z0-9+/]{1046}==", image):
+        try:
+            content = base64.b64decode(image, validate=True)
+        except ValueError:
             return None
-        values: list[Any] = list(base64.b64decode(image))
-    elif type(image) is list and len(image) == 784:
-        values = image
-    elif type(image) is list and len(image) == 28:
-        if any(type(row) is not list or len(row) != 28 for row in image):
+        if len(content) != 784 or base64.b64encode(content).decode() != image:
             return None
-        values = [value for row in image for value in row]
+        values: list[Any] = list(content)
+    elif nested(image) in ((784,), (28, 28)):
+        values = leaves(image)
     else:
         return None
     if any(type(value) not in (int, float) or not 0 <= value <= 255 for value in values):

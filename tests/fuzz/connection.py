@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import h11
 
 from service.errors import InvalidInput, Overloaded, TooLarge
-from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
+from tests.fuzz.target import Finding, MutateBytes, Target, corpus, mutate_list, pick
 from tests.fuzz.turns import Turns
 from wire.answer import Answer, error_answer
 from wire.budget import Budget
@@ -278,14 +278,11 @@ class ConnectionTarget(Target):
             if answer.closes:
                 return
 
-    def seeds(self) -> dict[str, bytes]:
-        return seeds()
-
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.1:
             return mutate(data)
         if rng.random() < 0.15:
-            other = rng.choice(list(seeds().values()))
+            other = rng.choice(corpus("connection"))
             return data + other if rng.random() < 0.5 else other + data
         lines = re.split(rb"(?<=\n)", data)
 
@@ -402,135 +399,22 @@ def h11_requests(data: bytes) -> list[tuple[bytes, bytes]]:
         return found
 
 
-# Inputs
-
 LINES = (
     *(b"GET / HTTP/1.1", b"POST /fast HTTP/1.1", b"HEAD / HTTP/1.1", b"POST /pieces HTTP/1.1"),
-    *(b"POST /early HTTP/1.0", b"OPTIONS * HTTP/1.1", b"CONNECT a:1 HTTP/1.1", b"PRI * HTTP/2.0"),
-    *(
-        b"GET http://a/b?c HTTP/1.1",
-        b"GET https://a/ HTTP/1.1",
-        b"GET //[ HTTP/1.1",
-        b"GET *x",
-        b"",
-    ),
-    *(
-        b"Host: a",
-        b"Host: a:80",
-        b"Host: ",
-        b"Host: a b",
-        b"host:a",
-        b"Host : a",
-        b" folded",
-        b"\t",
-    ),
-    *(b"Content-Length: 3", b"Content-Length: 0", b"Content-Length: 5000", b"Content-Length: -1"),
-    *(b"Content-Length: +3", b"Content-Length: 3, 3", b"Content-Length: 00000000000000000000003"),
+    *(b"POST /early HTTP/1.0", b"OPTIONS * HTTP/1.1", b"CONNECT a:1 HTTP/1.1"),
+    *(b"PRI * HTTP/2.0", b"GET http://a/b?c HTTP/1.1", b"GET https://a/ HTTP/1.1"),
+    *(b"GET //[ HTTP/1.1", b"GET *x", b"", b"Host: a", b"Host: a:80", b"Host: ", b"Host: a b"),
+    *(b"host:a", b"Host : a", b" folded", b"\t", b"Content-Length: 3", b"Content-Length: 0"),
+    *(b"Content-Length: 5000", b"Content-Length: -1", b"Content-Length: +3"),
+    *(b"Content-Length: 3, 3", b"Content-Length: 00000000000000000000003"),
     *(b"Content-Length: 18446744073709551616", b"Content-Length: 0x3", b"Content-Length:3 "),
-    *(b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked", b"Transfer-Encoding: x"),
-    *(b"Transfer-Encoding: chunked, chunked", b"Transfer-Encoding:\tchunked", b"TE: trailers"),
-    *(b"Transfer-Encoding: Chunked", b"Connection: close", b"Connection: keep-alive, close"),
-    *(b"Connection: upgrade", b"Upgrade: h2c", b"Upgrade: websocket", b"HTTP2-Settings: AAAA"),
-    *(
-        b"Expect: 100-continue",
-        b"Expect: 200-ok",
-        b"X: " + b"y" * 1500,
-        b"X: \xff",
-        b"X: a\0b",
-        b":",
-    ),
-    *(
-        b"3",
-        b"abc",
-        b"0",
-        b"3;ext=1",
-        b"3 ;x",
-        b"000000003",
-        b"ffffffffffffffff",
-        b"-3",
-        b"3\r\nnow",
-    ),
+    *(b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked"),
+    *(b"Transfer-Encoding: x", b"Transfer-Encoding: chunked, chunked"),
+    *(b"Transfer-Encoding:\tchunked", b"TE: trailers", b"Transfer-Encoding: Chunked"),
+    *(b"Connection: close", b"Connection: keep-alive, close", b"Connection: upgrade"),
+    *(b"Upgrade: h2c", b"Upgrade: websocket", b"HTTP2-Settings: AAAA", b"Expect: 100-continue"),
+    *(b"Expect: 200-ok", b"X: " + b"y" * 1500, b"X: \xff", b"X: a\x00b", b":", b"3", b"abc"),
+    *(b"0", b"3;ext=1", b"3 ;x", b"000000003", b"ffffffffffffffff", b"-3", b"3\r\nnow"),
     *(b"0\r\nTrailer: 1\r\n", b"0\r\nContent-Length: 5\r\n", b"now", b"later", b"overload"),
-    b"Proxy-Connection: close",
+    *(b"Proxy-Connection: close",),
 )
-
-
-def post(body: bytes = b"", path: bytes = b"/fast", *lines: bytes) -> bytes:
-    """A request."""
-    head = b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n" % (path, len(body))
-    return head + b"".join(line + b"\r\n" for line in lines) + b"\r\n" + body
-
-
-def chunked(*pieces: bytes, path: bytes = b"/fast", trailer: bytes = b"") -> bytes:
-    """A request with its body in chunks."""
-    head = b"POST %s HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" % path
-    chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
-    return head + chunks + b"0\r\n" + trailer + b"\r\n"
-
-
-def seeds() -> dict[str, bytes]:
-    """Connections by what their client does."""
-    get = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
-    return {
-        "empty": b"",
-        "get": get,
-        "get-of-http-1.0": b"GET / HTTP/1.0\r\n\r\n",
-        "keep-alive-of-http-1.0": b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" * 2,
-        "head": b"HEAD /x HTTP/1.1\r\nHost: a\r\n\r\n" + get,
-        "head-of-a-streamed-answer": b"HEAD /pieces HTTP/1.1\r\nHost: a\r\n\r\n" + get,
-        "post-to-the-fast-route": post(b"abc"),
-        "known-headers": post(b"abc") * 3 + post(b"abcd") + post(b"abc"),
-        "answers-out-of-order": post(b"later1") + post(b"later2") + post(b"now") + get,
-        "more-than-are-read-ahead": post(b"later") * 70 + get,
-        "post-to-the-application": post(b"abc", b"/x") + get,
-        "answered-before-its-body": post(b"abc", b"/early") + get,
-        "a-streamed-answer": post(b"abcdefghijkl", b"/pieces") + get,
-        "a-streamed-answer-of-http-1.0": b"GET /pieces HTTP/1.0\r\n\r\n",
-        "chunks": chunked(b"abc", b"defg") + post(b"x"),
-        "chunks-to-the-application": chunked(b"abc", b"defg", path=b"/x") + get,
-        "chunk-extensions": chunked(b"abc").replace(b"3\r", b"3;a=b\r"),
-        "a-trailer": chunked(b"abc", trailer=b"X: 1\r\n") + get,
-        "a-trailer-that-closes": chunked(b"abc", trailer=b"Connection: close\r\n") + get,
-        "a-trailer-with-a-length": chunked(b"abc", trailer=b"Content-Length: 9\r\n") + get,
-        "a-wrong-chunk-size": chunked(b"abc").replace(b"3\r", b"g\r"),
-        "length-and-chunks": post(b"0\r\n\r\n", b"/fast", b"Transfer-Encoding: chunked") + get,
-        "two-lengths": post(b"abc", b"/fast", b"Content-Length: 4"),
-        "another-coding": post(b"", b"/x", b"Transfer-Encoding: gzip, chunked"),
-        "no-host": b"GET / HTTP/1.1\r\n\r\n" + get,
-        "two-hosts": b"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n" + get,
-        "a-folded-header": b"GET / HTTP/1.1\r\nHost: a\r\nX: 1\r\n 2\r\n\r\n" + get,
-        "line-feeds-alone": get.replace(b"\r", b""),
-        "blank-lines-before": b"\r\n\r\n" + get,
-        "garbage-behind": post(b"later") + b"GARBAGE\r\n\r\n",
-        "nul-in-a-header": b"GET / HTTP/1.1\r\nHost: a\r\nX: a\0b\r\n\r\n",
-        "headers-too-long": b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: aaaaaaa\r\n" * 200 + b"\r\n",
-        "a-target-too-long": b"GET /" + b"a" * 2100 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
-        "an-absolute-target": b"GET http://a/x?y HTTP/1.1\r\nHost: a\r\n\r\n" + get,
-        "an-absolute-target-of-https": b"GET https://a/ HTTP/1.1\r\nHost: a\r\n\r\n",
-        "a-target-that-is-no-url": b"GET http://[ HTTP/1.1\r\nHost: a\r\n\r\n",
-        "an-asterisk": b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n" + get,
-        "an-asterisk-and-more": b"GET *x HTTP/1.1\r\nHost: a\r\n\r\n",
-        "connect": b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n" + get,
-        "an-upgrade": post(b"abc", b"/fast", b"Connection: upgrade", b"Upgrade: h2c") + get,
-        "an-upgrade-with-chunks": chunked(b"abc").replace(
-            b"\r\n\r\n", b"\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n", 1
-        )
-        + get,
-        "http-2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        "http-2.0-get": b"GET / HTTP/2.0\r\nHost: a\r\n\r\n",
-        "http-0.9": b"GET /\r\n",
-        "tls": b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03",
-        "expect": post(b"abc", b"/fast", b"Expect: 100-continue") + get,
-        "expect-of-the-application": post(b"abc", b"/x", b"Expect: 100-continue") + get,
-        "expect-something-else": post(b"abc", b"/x", b"Expect: 1"),
-        "close": post(b"abc", b"/fast", b"Connection: close") + get,
-        "a-query-is-refused": post(b"abc", b"/fast?a=b") + get,
-        "a-query-is-refused-in-chunks": chunked(b"abc", path=b"/fast?a") + get,
-        "announced-too-large": post(bytes(4097)) + get,
-        "chunks-too-large": chunked(bytes(4097)) + get,
-        "overload-while-reading": post(b"overload" + bytes(1200)) + get,
-        "half-a-body": post(b"abc")[:-1],
-        "half-a-header": get[:-3],
-        "percent-encoded-route": post(b"abc", b"/%66ast"),
-        "an-unknown-method": b"BREW / HTTP/1.1\r\nHost: a\r\n\r\n",
-    }

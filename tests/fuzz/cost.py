@@ -27,7 +27,7 @@ from service.forms.tensorflow import TensorflowForm
 from tests.fuzz import http2, samples
 from tests.fuzz.connection import ConnectionTarget
 from tests.fuzz.head import HeadTarget
-from tests.fuzz.target import CORPUS, Target, load, mutated
+from tests.fuzz.target import Target, corpus, load, mutated
 from wire.gate import Gate
 from wire.http2 import PREFACE
 from wire.http2_fields import Fields
@@ -171,8 +171,7 @@ class _Server(http2.Server):
 def seeds(name: str) -> list[bytes]:
     """The corpus of a parser's target, and inputs that once took long."""
     target = name.partition(" ")[0]
-    found = [path.read_bytes() for path in sorted((CORPUS / target).iterdir())]
-    return [*found, *_SLOW.get(target, list)()]
+    return [*corpus(target), *_SLOW.get(target, list)()]
 
 
 def _bars(height: int, width: int, step: int) -> bytes:

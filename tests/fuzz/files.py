@@ -20,7 +20,7 @@ import numpy as np
 from lenet.errors import InvalidWeightFile
 from lenet.pixels import PIXELS
 from lenet.weightfile import GOLDEN_IMAGES, WeightFile
-from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list
+from tests.fuzz.target import Finding, MutateBytes, Target, changed_json, mutate_list
 from trainer import mnist
 from trainer.errors import (
     DatasetUnavailable,
@@ -95,7 +95,7 @@ class WeightsTarget(_FileTarget):
             case 2:
                 tensors = mutate(tensors)
             case _:
-                header = changed_json(header, rng)
+                header = changed_json(header, rng, _VALUES)
         first = data[:1]
         if digest and isinstance(header, dict):
             header = _with_digest(header, tensors + bytes(_TAIL_BYTES if first == b"Z" else 0))
@@ -141,48 +141,15 @@ def _changed_text(text: Any, rng: random.Random, mutate: MutateBytes) -> str:
         return "{}"
     if rng.random() < 0.1:
         return mutate(str(text).encode()).decode("latin-1")
-    return json.dumps(changed_json(document, rng), sort_keys=True, separators=(",", ":"))
+    return json.dumps(changed_json(document, rng, _VALUES), sort_keys=True, separators=(",", ":"))
 
 
-def changed_json(value: Any, rng: random.Random) -> Any:
-    """`value` with one change somewhere in it."""
-    if isinstance(value, dict) and value and rng.random() < 0.95:
-        key = rng.choice(list(value))
-        if rng.random() < 0.1:
-            return {name: content for name, content in value.items() if name != key}
-        if rng.random() < 0.05:
-            return {**value, key + "x": value[key]}
-        return {**value, key: changed_json(value[key], rng)}
-    if isinstance(value, list) and value and rng.random() < 0.9:
-        at = rng.randrange(len(value))
-        match rng.randrange(6):
-            case 0:
-                return value[:at] + value[at + 1 :]
-            case 1:
-                return value[:at] + [value[at]] * rng.choice((2, 2, 100)) + value[at + 1 :]
-            case _:
-                return [*value[:at], changed_json(value[at], rng), *value[at + 1 :]]
-    return rng.choice(
-        (
-            *(0, 1, 2, 3, 10, 28, 256, 784, -1, 2**31, 2**63, 10**18, 10**4000, 0.5, 1.0, -0.0),
-            *(
-                1e308,
-                math.nan,
-                math.inf,
-                True,
-                False,
-                None,
-                "",
-                "a" * 300,
-                "\ud800",
-                "\x00",
-                [],
-                {},
-            ),
-            *("relu", "identity", "max", "global_average", "dense", "conv", "F32", "U8", "BF16"),
-            *("BOOL", "1", "folded", [1, 1], [1, 28, 28], [[value]], {"a": value}, [value] * 2),
-        )
-    )
+_VALUES = (
+    *(0, 1, 2, 3, 10, 28, 256, 784, -1, 2**31, 2**63, 10**18, 10**4000, 0.5, 1.0, -0.0),
+    *(1e308, math.nan, math.inf, True, False, None, "", "a" * 300, "\ud800", "\x00", [], {}),
+    *("relu", "identity", "max", "global_average", "dense", "conv", "F32", "U8", "BF16"),
+    *("BOOL", "1", "folded", [1, 1], [1, 28, 28]),
+)
 
 
 # IDX

@@ -19,7 +19,7 @@ from service.forms.tensors import (
     CLASSIFIED,
     OUTPUTS,
 )
-from tests.fuzz.bodies import check_error, check_images, has_surrogate
+from tests.fuzz.bodies import check_error, check_images, has_surrogate, leaves, nested
 from tests.fuzz.rpc import MAX_IMAGES, Tensor, changed, plain_images
 from tests.fuzz.target import Finding, MutateBytes, Target
 
@@ -129,75 +129,71 @@ def _finite(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def _read(document: Any, rest: bytes) -> Any:
-    _must(type(document) is dict)
+    must(type(document) is dict)
     parameters = _parameters(document)
     tensors = []
-    _must(type(document.get("inputs")) is list)
+    must(type(document.get("inputs")) is list)
     for entry in document["inputs"]:
-        _must(type(entry) is dict)
+        must(type(entry) is dict)
         own = _parameters(entry)
-        _must(type(entry.get("shape")) is list)
-        _must(type(entry.get("name")) is type(entry.get("datatype")) is str)
-        _must("shared_memory_region" not in own)
+        must(type(entry.get("shape")) is list)
+        must(type(entry.get("name")) is type(entry.get("datatype")) is str)
+        must("shared_memory_region" not in own)
         data: Any
         if "binary_data_size" in own:
             size = _integer(own, "binary_data_size")
-            _must("data" not in entry and size <= len(rest))
+            must("data" not in entry and size <= len(rest))
             data, rest = rest[:size], rest[size:]
         else:
-            _must("data" in entry)
+            must("data" in entry)
             data = _flat(entry["data"], entry["shape"])
             for value in data:
-                _must(type(value) is int or (type(value) is float and entry["datatype"] == "FP32"))
+                must(type(value) is int or (type(value) is float and entry["datatype"] == "FP32"))
         tensors.append(Tensor(entry.get("name"), entry.get("datatype"), entry["shape"], data))
     images = plain_images(tensors)
-    _must(images is not None and not rest)
+    must(images is not None and not rest)
     binary = parameters.get("binary_data_output", False)
-    _must(type(binary) is bool)
+    must(type(binary) is bool)
     outputs = []
     wanted = document.get("outputs")
-    _must(wanted is None or type(wanted) is list)
+    must(wanted is None or type(wanted) is list)
     for entry in wanted or ():
-        _must(type(entry) is dict)
+        must(type(entry) is dict)
         own = _parameters(entry)
         name, flag = entry.get("name"), own.get("binary_data", binary)
         classes = _integer(own, "classification")
-        _must(classes > 0 or "classification" not in own)
-        _must(type(name) is str and name in OUTPUTS and type(flag) is bool)
-        _must("shared_memory_region" not in own)
-        _must(not classes or name == CLASSIFIED)
+        must(classes > 0 or "classification" not in own)
+        must(type(name) is str and name in OUTPUTS and type(flag) is bool)
+        must("shared_memory_region" not in own)
+        must(not classes or name == CLASSIFIED)
         outputs.append((name, flag, classes))
-    _must(len({name for name, _, _ in outputs}) == len(outputs))
+    must(len({name for name, _, _ in outputs}) == len(outputs))
     identity = document.get("id")
-    _must(identity is None or (type(identity) is str and len(identity) <= 1024))
+    must(identity is None or (type(identity) is str and len(identity) <= 1024))
     timeout_us = _integer(parameters, "timeout")
     return images, identity, outputs or [(name, binary, 0) for name in OUTPUTS], timeout_us
 
 
-def _must(holds: bool) -> None:
+def must(holds: bool) -> None:
+    """Raises: Refused, unless it `holds`."""
     if not holds:
         raise Refused
 
 
 def _parameters(owner: Any) -> Any:
     found = owner.get("parameters")
-    _must(found is None or type(found) is dict)
+    must(found is None or type(found) is dict)
     return found or {}
 
 
 def _integer(owner: Any, name: str) -> int:
     found = owner.get(name, 0)
-    _must(type(found) is int and 0 <= found <= _LARGEST_INTEGER)
+    must(type(found) is int and 0 <= found <= _LARGEST_INTEGER)
     return int(found)
 
 
 def _flat(data: Any, shape: list[Any]) -> list[Any]:
-    _must(type(data) is list)
-    if not any(type(one) is list for one in data):
-        return list(data)
-    found = [data]
-    for size in shape:
-        _must(type(size) is int and all(type(one) is list and len(one) == size for one in found))
-        found = [inner for one in found for inner in one]
-    _must(not any(type(one) is list for one in found))
-    return found
+    must(type(data) is list)
+    if any(type(one) is list for one in data):
+        must(all(type(size) is int for size in shape) and nested(data) == tuple(shape))
+    return leaves(data)

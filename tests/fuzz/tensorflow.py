@@ -13,8 +13,8 @@ import numpy as np
 from lenet.pixels import Images
 from service.errors import InvalidInput, TooLarge
 from service.forms.tensorflow import read_tensorflow_body
-from tests.fuzz.bodies import check_images
-from tests.fuzz.infer import Refused, check_refusal, loaded
+from tests.fuzz.bodies import check_images, leaves, nested
+from tests.fuzz.infer import Refused, check_refusal, loaded, must
 from tests.fuzz.rpc import MAX_IMAGES, changed
 from tests.fuzz.target import Finding, MutateBytes, Target
 
@@ -76,48 +76,20 @@ def _reference(body: bytes) -> tuple[Images, bool] | None:
 
 
 def _only(value: Any, key: str) -> Any:
-    if type(value) is not dict or list(value) != [key]:
-        raise Refused
+    must(type(value) is dict and list(value) == [key])
     return value[key]
 
 
 def _bytes(text: Any) -> list[int]:
-    if type(text) is not str:
-        raise Refused
-    try:
-        content = binascii.a2b_base64(text.encode(), strict_mode=True)
-    except (ValueError, binascii.Error) as exc:
-        raise Refused from exc
-    if len(content) != 784:
-        raise Refused
+    must(type(text) is str)
+    content = binascii.a2b_base64(text.encode(), strict_mode=True)
+    must(len(content) == 784)
     return list(content)
 
 
 def _row(image: Any, first: Any, *, floats: bool) -> list[int]:
-    if type(image) is not list or _nested(image) != _nested(first):
-        raise Refused
-    if _nested(image) not in ((784,), (28, 28), (28, 28, 1), (1, 28, 28)):
-        raise Refused
-    return [_pixel(value, floats=floats) for value in _leaves(image)]
-
-
-def _nested(value: Any) -> tuple[int, ...]:
-    """The lengths of lists, which have to be the same side by side."""
-    if type(value) is not list:
-        return ()
-    inner = {_nested(one) for one in value}
-    if len(inner) > 1:
-        raise Refused
-    return (len(value), *(inner.pop() if inner else ()))
-
-
-def _leaves(value: Any) -> list[Any]:
-    return [leaf for one in value for leaf in _leaves(one)] if type(value) is list else [value]
-
-
-def _pixel(value: Any, *, floats: bool) -> int:
-    if type(value) is not int and not (floats and type(value) is float):
-        raise Refused
-    if not 0 <= value <= 255 or value != int(value):
-        raise Refused
-    return int(value)
+    must(nested(image) == nested(first) in ((784,), (28, 28), (28, 28, 1), (1, 28, 28)))
+    for value in leaves(image):
+        must(type(value) is int or (floats and type(value) is float))
+        must(0 <= value <= 255 and value == int(value))
+    return [int(value) for value in leaves(image)]
