@@ -104,15 +104,24 @@ def test_a_row_of_lenet_in_fp16_is_estimated_by_the_outputs_of_its_layers():
     assert estimate_bytes(Target("cpu"), lenet, 1 << 18) == 0
 
 
-def test_a_context_answers_any_number_of_rows_up_to_its_largest(backend, random_weights, tiny):
-    weights = random_weights(tiny)
+def test_a_context_answers_any_number_of_rows_in_the_smallest_bucket_that_holds_them(
+    backend, random_weights, tiny, monkeypatch
+):
+    weights, used, run = random_weights(tiny), [], CpuPlan.run
     images = np.random.default_rng(3).integers(0, 256, (6, 28, 28), np.uint8)
     with ExecutionContext(backend, weights, 6) as context:
         context.warm_up()
         expected = backend.plan(weights, 6).run(images).probabilities
+
+        def spy(plan, images):
+            used.append(plan.rows)
+            return run(plan, images)
+
+        monkeypatch.setattr(CpuPlan, "run", spy)
         for rows in range(1, 7):
             found = answer(context, images[:rows])
             np.testing.assert_allclose(found, expected[:rows], rtol=1e-5)
+        assert used == [1, 2, 4, 4, 6, 6]
         for rows in (0, 7):
             with pytest.raises(AssertionError, match=f"bug: a batch of {rows} rows"):
                 context.run(np.zeros((rows, 28, 28), np.uint8))
