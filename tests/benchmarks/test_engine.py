@@ -1,47 +1,19 @@
-"""The arithmetic of the engine benchmark, and its contexts over the CPU backend."""
+"""The arithmetic of the engine benchmark, and the table of its results."""
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from benchmarks.engine import (
     ROWS,
-    measure_gpus,
     operations,
     rates,
 )
 from benchmarks.engine_libraries import OWN_NETWORKS, table
-from lenet.cpu import CpuBackend
 from lenet.model import ARCHITECTURES, named
 
 ROOT = Path(__file__).parents[2]
-SHORT_S = 1e-6  # one batch
-
-
-class PlanInPlace:
-    """The CPU backend's plan, which keeps its images as the CUDA one does."""
-
-    def __init__(self, plan):
-        self._plan, self._images = plan, None
-
-    def run(self, images):
-        self._images = images
-        return self._plan.run(images)
-
-    def run_in_place(self, rows):
-        return self._plan.run(self._images[:rows])
-
-
-class CpuInPlace(CpuBackend):
-    def plan(self, weights, rows):
-        return PlanInPlace(super().plan(weights, rows))
-
-
-@contextmanager
-def open_cpu(device):
-    yield CpuInPlace()
 
 
 def test_limits_follow_from_operations_and_the_times_of_a_copy_and_a_product():
@@ -52,14 +24,6 @@ def test_limits_follow_from_operations_and_the_times_of_a_copy_and_a_product():
     assert found["matmul_tflops"] == pytest.approx(700)
     assert found["copy_images_per_s"] == pytest.approx(50e9 / 784)
     assert found["matmul_images_per_s"] == pytest.approx(700e12 / 4_586_000)
-
-
-def test_several_devices_are_compared_with_one_in_threads_and_in_processes(tiny_file):
-    found = measure_gpus(open_cpu, tiny_file, gpus=2, count=1, rows=2, duration_s=SHORT_S)
-    assert (found["n"], found["contexts"], found["rows"]) == (2, 1, 2)
-    for kind in ("threads", "processes"):
-        rates = found[kind]
-        assert rates["ratio"] == rates["images_per_s"] / rates["one_gpu_images_per_s"] > 0
 
 
 def test_the_documented_table_is_that_of_the_measurement():
