@@ -331,14 +331,24 @@ def _filters(weights: WeightFile) -> str:
     columns = min(len(drawn), 10)
     rows = -(-len(drawn) // columns)
     largest = float(np.abs(drawn).max())
+    # One image with gaps: with axes for each of mlp's 20 it took 2.0 s of a core instead of 0.24
+    # (two EPYC cores, 2026-11-27).
+    gap = 1 + drawn.shape[1] // 10
+    tiles = np.pad(
+        drawn,
+        ((0, rows * columns - len(drawn)), (0, gap), (0, gap)),
+        constant_values=np.nan,
+    )
+    _, h, w = tiles.shape
+    mosaic = tiles.reshape(rows, columns, h, w).swapaxes(1, 2).reshape(rows * h, columns * w)
 
     def draw(figure: Figure) -> None:
-        grid = figure.subplots(rows, columns, squeeze=False)
-        for axes in grid.flat:
-            axes.set_axis_off()
-        for axes, one in zip(grid.flat, drawn, strict=False):
-            image = axes.imshow(one, cmap="RdBu_r", vmin=-largest, vmax=largest)
-        figure.colorbar(image, ax=grid, label="weight", shrink=0.9)
+        axes: Axes = figure.subplots()
+        axes.set_axis_off()
+        image = axes.imshow(
+            mosaic, cmap="RdBu_r", vmin=-largest, vmax=largest, interpolation="nearest"
+        )
+        figure.colorbar(image, label="weight", shrink=0.9)
 
     shown = (
         f"the first {len(drawn)} of {len(weight)}"

@@ -26,6 +26,12 @@ def main(line):
     return run(line, {})
 
 
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    """Drawing the report takes longer than these runs; `test_runs.py` reads it."""
+    monkeypatch.setattr(commands, "report", lambda *_: "")
+
+
 @pytest.fixture
 def arguments(tiny, write_idx, tmp_path):
     """A run of seconds over files that the test made, on the CPU."""
