@@ -103,7 +103,18 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_number_of_blas_threads(
         out = ["--out", str(tmp_path / threads)]
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
         subprocess.run(
-            [sys.executable, "-m", "trainer", "fit", *arguments, *out, "--model", "lenet"],
+            [
+                sys.executable,
+                "-m",
+                "trainer",
+                "fit",
+                *arguments,
+                *out,
+                "--model",
+                "lenet",
+                "--epochs",
+                "1",
+            ],
             env=environment,
             check=True,
             capture_output=True,
