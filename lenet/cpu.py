@@ -50,7 +50,9 @@ class CpuPlan:
 
     def launch(self, images: Sequence[Images]) -> BatchResult | None:
         """Compute a quick batch at once; None for a longer one, which `run` is for."""
-        return self.run(joined(images)) if self._quick else None
+        if not self._quick:
+            return None
+        return self.run(images[0] if len(images) == 1 else joined(images))
 
     def logits(self, images: Images) -> Logits:
         """See `lenet.backend.Plan.logits`."""

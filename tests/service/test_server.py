@@ -266,10 +266,8 @@ def test_a_refused_file_is_one_line_and_the_service_answers_on(start, tiny_weigh
 # Stopping
 
 
-@pytest.mark.parametrize("by", ["wire", "uvicorn"])
-def test_in_its_grace_the_service_answers_on_and_afterwards_what_it_accepted(start, by):
-    times = ("--grace-s", "2", "--drain-timeout-s", "3600")
-    service = start(*times, "--http-server", by).ready()
+def test_in_its_grace_the_service_answers_on_and_afterwards_what_it_accepted(start):
+    service = start("--grace-s", "2", "--drain-timeout-s", "3600").ready()
     with service.in_flight() as first, service.in_flight() as second:
         service.signal()
         service.wait_for("stopping: not ready, 2 s of grace")

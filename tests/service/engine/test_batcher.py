@@ -405,30 +405,6 @@ async def test_a_request_with_an_answer_that_is_not_finite_fails_and_its_batch_m
     assert stage.watcher.ended == [(3, "idle", 1.0)]  # counted as computed
 
 
-@staged(max_queue_rows=12)
-async def test_a_profiler_sees_each_request_wait_once_whatever_becomes_of_it(stage, monkeypatch):
-    began, ended = [], []
-
-    def begin(name):
-        began.append(name)
-        return len(began)
-
-    monkeypatch.setattr("lenet.nvtx.active", True)
-    monkeypatch.setattr("lenet.nvtx.begin", begin)
-    monkeypatch.setattr("lenet.nvtx.end", ended.append)
-    answered, split = stage.submit(1), stage.submit(10, rows=7)
-    await stage.until(0.5)
-    assert ended == [1, 2]
-    late, cancelled = stage.submit(30, timeout_s=0.25), stage.submit(40)
-    await stage.until(0.6)
-    cancelled.cancel()
-    with pytest.raises(Overloaded):
-        await stage.submit(50, rows=13)
-    await asyncio.gather(answered, split, late, cancelled, return_exceptions=True)
-    assert began == ["queue"] * 4, "one that is refused does not wait"
-    assert sorted(ended) == [1, 2, 3, 4]
-
-
 # --- while the model is replaced
 
 

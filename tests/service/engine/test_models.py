@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 
@@ -17,6 +18,7 @@ from service.errors import Unavailable, UnknownModel
 from tests.service.engine.conftest import spoil_golden
 from tests.service_process import PATIENCE_S
 from tests.tasks import submit
+from tests.wire.doors import until
 
 IMAGES = np.zeros((3, 28, 28), np.uint8)
 
@@ -77,6 +79,33 @@ async def test_the_loaded_models_are_closed_when_a_later_one_fails_its_validatio
     path = write("b/1")
     spoil_golden(draw("b", 0)).write(path)
     with pytest.raises(GoldenMismatch, match="'b'"):
+        async with open_engine():
+            raise AssertionError
+
+
+@pytest.mark.states(
+    "metrics",
+    "`lenet_golden_error`, `lenet_golden_tolerance`: a file beyond it is not served",
+    found="files whose golden logits were moved by a known share of the largest",
+)
+async def test_a_file_beyond_the_golden_tolerance_is_not_served(open_engine, write, draw):
+    path, weights, tolerance = write("a/1"), draw("a", 0), 1e-4
+
+    def move(share):
+        logits = weights.golden.logits.copy()
+        logits[3, 4] += share * np.abs(logits).max()
+        golden = dataclasses.replace(weights.golden, logits=logits)
+        dataclasses.replace(weights, golden=golden).write(path)
+
+    for share in (0.5 * tolerance, 0.9 * tolerance):
+        move(share)
+        async with open_engine() as engine:
+            labels = {"model": "a", "version": "1"}
+            error = engine.value("lenet_golden_error", **labels)
+            assert error == pytest.approx(share, abs=2e-6)
+            assert engine.value("lenet_golden_tolerance", **labels) == tolerance
+    move(1.1 * tolerance)
+    with pytest.raises(GoldenMismatch, match="golden logits differ"):
         async with open_engine():
             raise AssertionError
 
@@ -178,7 +207,8 @@ async def test_every_request_of_every_model_is_unavailable_when_a_device_is_lost
         strike(context)
 
     monkeypatch.setattr(struck.faults, "strike", hold)
-    struck.faults.inject("poison")
+    for _ in "ab":  # a batch of each model
+        struck.faults.inject("poison")
     requests = [asyncio.ensure_future(predict(struck, name)) for name in "aabba"]
     await asyncio.to_thread(running.wait, 20)
     assert not struck.models.lost.is_set()
@@ -186,13 +216,13 @@ async def test_every_request_of_every_model_is_unavailable_when_a_device_is_lost
     errors = await asyncio.gather(*requests, return_exceptions=True)
     lost = [error for error in errors if isinstance(error, Unavailable)]
     assert all(error.retry_after_s == 1 for error in lost)
-    # The model whose batch was not struck may have been faster.
-    assert len(lost) >= 3
-    assert len(lost) == sum(isinstance(error, Exception) for error in errors)
+    assert len(lost) == len(errors)
     assert struck.models.lost.is_set()
     for name in "ab":
         with pytest.raises(Unavailable, match="lost its device"):
             await predict(struck, name)
+    workers = [worker for one in struck.models.served for worker in one.pool.workers]
+    await until(lambda: all(worker.done for worker in workers))
     assert struck.value("lenet_device_losses_total", reason="sticky") == 1, (
         "however many contexts report it"
     )

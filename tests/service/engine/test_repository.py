@@ -21,7 +21,8 @@ import orjson
 import pytest
 
 from benchmarks.grpc_stub import Stub
-from lenet.context import Target, open_backend
+from lenet.context import ExecutionContext, Target, open_backend
+from lenet.errors import DeviceError
 from lenet.model import Model
 from service.engine import repository
 from service.engine.repository import Repository, forget, unloaded
@@ -31,6 +32,7 @@ from service.forms import open_inference_pb2 as pb
 from tests.documented import documented
 from tests.service.engine.conftest import spoil_golden
 from tests.service_process import PATIENCE_S
+from tests.wire.doors import until
 
 
 def reloads(engine, name="a"):
@@ -54,12 +56,6 @@ def loaded(engine, name="a"):
 
 def versions(engine, name="a"):
     return [one.version.version for one in engine.models.select(name)]
-
-
-async def until(condition):
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture
@@ -199,17 +195,24 @@ async def test_a_reload_keeps_as_many_versions_as_are_wanted(open_engine, write)
 # Requests to one worker
 
 
-async def test_a_model_comes_and_goes_and_its_requests_are_finished(engine, write):
+async def test_a_model_comes_and_goes_and_its_requests_are_finished(engine, write, monkeypatch):
+    monkeypatch.setattr("lenet.cpu._QUICK_S", 0.0)  # batches of `c` are computed by its threads
+    run, may_run = ExecutionContext.run, threading.Event()
+    monkeypatch.setattr(
+        ExecutionContext, "run", lambda *batch: may_run.wait(PATIENCE_S) and run(*batch)
+    )
     write("c/1", seed=5)
     index = {one.name: one.loaded for one in await engine.models.index()}
     assert index == {"a": True, "b": True, "c": False}
     with pytest.raises(UnknownModel):
         engine.models.get("c")
     await engine.repository.load("c")
-    assert await engine.ask(5, "c") == "1"
     running = [asyncio.ensure_future(engine.ask(5, "c")) for _ in range(9)]
     await asyncio.sleep(0)
-    await engine.repository.unload("c")
+    unloading = asyncio.create_task(engine.repository.unload("c"))
+    await until(lambda: engine.models.find("c") is None)
+    may_run.set()
+    await unloading
     assert [task.result() for task in running] == ["1"] * 9
     assert not [t for t in threading.enumerate() if t.name.startswith("context-c")]
     for name in ("c", ""):
@@ -223,6 +226,19 @@ async def test_a_model_comes_and_goes_and_its_requests_are_finished(engine, writ
         engine.models.get()
     await engine.repository.load("a")
     assert engine.models.get().version.key == ("a", "3")
+
+
+async def test_the_worker_is_lost_when_the_device_is_while_a_model_is_loaded(
+    engine, write, monkeypatch
+):
+    def broken(*_):
+        raise DeviceError("illegal address", sticky=True)
+
+    write("c/1")
+    monkeypatch.setattr("service.engine.models.open_backend", broken)
+    with pytest.raises(Unavailable, match="'c' was not loaded: illegal address"):
+        await engine.repository.load("c")
+    assert engine.models.lost.is_set()
 
 
 async def test_a_refused_load_is_not_tried_again_by_a_reload(engine, write):
