@@ -65,7 +65,7 @@ class Repository:
         self._models, self._folder, self._alone = models, folder, alone
         self._supervisor = os.getppid()
         self._wishes: dict[str, Wish] = {}
-        """Without a folder."""
+        """Those of this process, if it shares no folder."""
         self._followed: dict[str, Followed] = {}
         self._requested = self._closed = False
         self._reloading: asyncio.Task[None] | None = None
@@ -183,7 +183,7 @@ class Repository:
                 "model: the workers could not be reached; see the server log and ask again"
             ) from None
         for place, outcome in enumerate(outcomes):
-            if outcome.code and outcome.number == wish.number:
+            if load and outcome.code:  # of this wish, or of a later one to load the same files
                 where = "another worker refused it: " if place else ""
                 kind = InvalidInput if outcome.code == InvalidInput.code else Unavailable
                 raise kind(f"{where}{outcome.message}", field="model")

@@ -1,53 +1,47 @@
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from service import healthcheck
-from service.errors import CannotListen
 from service.settings import Settings
-from wire.listener import allow_connections, listen
 
 
 @pytest.fixture
 def answering(monkeypatch):
-    """`answering(host, status)`: a server there that answers one request; its port."""
-    listeners, threads = [], []
-
-    def answer(listener, status):
-        try:
-            connection, _ = listener.accept()
-        except OSError:  # closed at the end of the test: nobody asked here
-            return
-        with connection:
-            assert connection.recv(1000).startswith(b"GET /readyz ")
-            connection.sendall(b"HTTP/1.1 %d x\r\nContent-Length: 0\r\n\r\n" % status)
+    """`answering(host, status)`: a server there; its port."""
 
     def start(host, status=200):
-        try:
-            listeners.extend(listen(host, 0))
-        except CannotListen:
-            pytest.skip(f"this machine has no {host}")
-        allow_connections(listeners)
-        for listener in listeners:
-            listener.setblocking(True)
-            threads.append(threading.Thread(target=answer, args=(listener, status)))
-            threads[-1].start()
-        port = listeners[0].getsockname()[1]
-        monkeypatch.setenv("LENET_HOST", host)
-        monkeypatch.setenv("LENET_PORT", str(port))
-        return port
+        class Server(HTTPServer):
+            address_family = socket.getaddrinfo(host, None)[0][0]
 
-    yield start
-    for listener in listeners:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-    for thread in threads:
-        thread.join()
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(status if self.path == "/readyz" else 404)
+                self.end_headers()
+
+            def log_message(self, *_): ...
+
+        try:
+            server = stack.enter_context(Server((host, 0), Handler))
+        except OSError:
+            pytest.skip(f"this machine has no {host}")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(server.shutdown)
+        monkeypatch.setenv("LENET_HOST", host)
+        monkeypatch.setenv("LENET_PORT", str(server.server_port))
+        return server.server_port
+
+    with contextlib.ExitStack() as stack:
+        yield start
 
 
 HOSTS = ["127.0.0.1", "127.0.0.2", "0.0.0.0", "::1", "::", "localhost"]

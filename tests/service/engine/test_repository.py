@@ -343,7 +343,9 @@ async def test_the_answer_says_that_another_worker_refused(worker, engine, tmp_p
         await loading
     outcome = {"number": LATER, "code": kind.code, "message": message}
     report(tmp_path, b=outcome)
-    await worker.load("b")  # a later wish was refused, not this one
+    with pytest.raises(kind):  # as a load that came meanwhile
+        await worker.load("b")
+    await worker.unload("b")
 
 
 async def test_a_worker_reports_what_it_refuses_and_serves_on(worker, engine, write, tmp_path):
