@@ -42,8 +42,8 @@ class OpenStreams:
         self._open: dict[Waiting, None] = {}
         self._first: deque[Waiting] = deque()
         """Those that give way first."""
-        self._opened = 0
-        """How many may be opened before all are looked at again."""
+        self._refused = 0
+        """How many are refused before all are looked at again."""
 
     @property
     def count(self) -> int:
@@ -56,21 +56,25 @@ class OpenStreams:
         return len(self._open) <= self._most or self._make_room(exchange)
 
     def _make_room(self, new: Waiting) -> bool:
-        self._opened -= 1
-        if not self._first and self._opened <= 0:
-            self._opened = max(1, self._most // _PART)
+        while True:
+            while self._first:
+                exchange = self._first.popleft()
+                if exchange in self._open and self._waits(exchange):
+                    exchange.writer.give_way(exchange)
+                    return True
+            if self._refused > 0:
+                self._refused -= 1
+                return False
             waiting: dict[Any, list[Waiting]] = {}
             for exchange in self._open:
                 if exchange is not new and self._waits(exchange):
                     waiting.setdefault(exchange.writer, []).append(exchange)
             most_first = sorted(waiting.values(), key=len, reverse=True)
-            self._first.extend(islice(chain.from_iterable(most_first), self._opened))
-        while self._first:
-            exchange = self._first.popleft()
-            if exchange in self._open and self._waits(exchange):
-                exchange.writer.give_way(exchange)
-                return True
-        return False
+            part = max(1, self._most // _PART)
+            self._first.extend(islice(chain.from_iterable(most_first), part))
+            self._refused = part - len(self._first) - 1
+            if not self._first:
+                return False
 
     def close(self, exchange: Waiting) -> None:
         """It is over."""

@@ -287,6 +287,15 @@ DONE = "1 GET /answer, 1 end"
 ANSWERED = "headers 1, body 1 2 end"
 GONE = "goaway 0 PROTOCOL_ERROR"
 
+# What the handler is told, and what is written.
+BAD = f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"
+LATE = f"{OPEN}, 1 cancelled", "reset 1 STREAM_CLOSED"
+CLOSED = GOT, "goaway 1 STREAM_CLOSED"
+SIZE, SIZE_1 = ("", "goaway 0 FRAME_SIZE_ERROR"), (OPEN, "goaway 1 FRAME_SIZE_ERROR")
+REFUSED, GONE_5 = ("", GONE), ("5 GET /, 5 end", "goaway 5 PROTOCOL_ERROR")
+ACCEPTED, WHOLE_3 = (GOT, ""), (f"{OPEN}, 1 data 3, 1 end", "")
+FINE = DONE, ANSWERED
+
 BEGINNINGS = {
     "3.4 nothing": ("", FIRST),
     "3.4 a request of HTTP/1.1": (b"GET / HTTP/1.1\r\n\r\n", "", f"{FIRST}, {GONE}"),
@@ -306,48 +315,33 @@ FRAMES = {
     "4.1 an unknown type": (frame(0x16, 255, 1, b"abc"), "", ""),
     "4.1 an unknown type of 200,000 bytes": (frame(0x16, 0, 0, bytes(200_000)), "", ""),
     "4.1 a payload that comes later": (frame(PING, size=8), b"12345678", "", "pong"),
-    "4.1 the reserved bit is ignored": (get(1 | 1 << 31, path=b"/answer"), DONE, ANSWERED),
-    "4.2 a frame over the limit": (
-        frame(0x16, 0, 0, size=256 * 1024 + 1),
-        *("", "goaway 0 FRAME_SIZE_ERROR"),
-    ),
-    "4.2 PING of 9 bytes": (ping(bytes(9)), "", "goaway 0 FRAME_SIZE_ERROR"),
+    "4.1 the reserved bit is ignored": (get(1 | 1 << 31, path=b"/answer"), *FINE),
+    "4.2 a frame over the limit": (frame(0x16, 0, 0, size=256 * 1024 + 1), *SIZE),
+    "4.2 PING of 9 bytes": (ping(bytes(9)), *SIZE),
     "4.3 a block in three frames": (
         headers(block()[:5], END) + more(block()[5:20]) + more(block()[20:], WHOLE),
-        *(GOT, ""),
+        *ACCEPTED,
     ),
-    "4.3 an empty first part": (headers(b"", END) + more(block(), WHOLE), GOT, ""),
-    "4.3 PING within a block": (headers(block(), END) + ping(), "", GONE),
+    "4.3 an empty first part": (headers(b"", END) + more(block(), WHOLE), *ACCEPTED),
+    "4.3 PING within a block": (headers(block(), END) + ping(), *REFUSED),
 }
 
 STATES = {
-    "5.1 DATA on an idle stream": (data(), "", GONE),
-    "5.1 RST_STREAM on an idle stream": (reset(), "", GONE),
-    "5.1 WINDOW_UPDATE on an idle stream": (update(1), "", GONE),
+    "5.1 DATA on an idle stream": (data(), *REFUSED),
+    "5.1 RST_STREAM on an idle stream": (reset(), *REFUSED),
+    "5.1 WINDOW_UPDATE on an idle stream": (update(1), *REFUSED),
     "5.1 PRIORITY on an idle stream": (frame(PRIORITY, 0, 9, bytes(5)), "", ""),
-    "5.1 CONTINUATION on an idle stream": (more(block(), WHOLE), "", GONE),
+    "5.1 CONTINUATION on an idle stream": (more(block(), WHOLE), *REFUSED),
     "5.1 RST_STREAM on an even stream": (
         get(5) + reset(2),
         "5 GET /, 5 end",
         "goaway 5 PROTOCOL_ERROR",
     ),
-    "5.1 WINDOW_UPDATE on an even stream": (
-        get(5) + update(2),
-        *("5 GET /, 5 end", "goaway 5 PROTOCOL_ERROR"),
-    ),
-    "5.1 DATA on an even stream": (
-        get(5) + data(2, b"abc"),
-        *("5 GET /, 5 end", "goaway 5 PROTOCOL_ERROR"),
-    ),
-    "5.1 DATA behind the end of the request": (
-        get() + data(1, bytes(20)),
-        *(GOT, "goaway 1 STREAM_CLOSED"),
-    ),
-    "5.1 HEADERS behind the end of the request": (
-        get() + trailers(),
-        *(GOT, "goaway 1 STREAM_CLOSED"),
-    ),
-    "5.1 WINDOW_UPDATE behind the end of the request": (get() + update(1), GOT, ""),
+    "5.1 WINDOW_UPDATE on an even stream": (get(5) + update(2), *GONE_5),
+    "5.1 DATA on an even stream": (get(5) + data(2, b"abc"), *GONE_5),
+    "5.1 DATA behind the end of the request": (get() + data(1, bytes(20)), *CLOSED),
+    "5.1 HEADERS behind the end of the request": (get() + trailers(), *CLOSED),
+    "5.1 WINDOW_UPDATE behind the end of the request": (get() + update(1), *ACCEPTED),
     "5.1 RST_STREAM behind the end of the request": (get() + reset(), f"{GOT}, 1 cancelled", ""),
     "5.1 DATA on a closed stream": (
         get(path=b"/answer") + data(1, bytes(20)),
@@ -357,29 +351,23 @@ STATES = {
         get(path=b"/answer") + get(),
         *(DONE, f"{ANSWERED}, goaway 1 STREAM_CLOSED"),
     ),
-    "5.1 WINDOW_UPDATE on a closed stream": (get(path=b"/answer") + update(1), DONE, ANSWERED),
-    "5.1 DATA behind the client's reset": (
-        post() + reset() + data(1, bytes(20)),
-        *(f"{OPEN}, 1 cancelled", "reset 1 STREAM_CLOSED"),
-    ),
-    "5.1 trailers behind the client's reset": (
-        post() + reset() + trailers((b"a", b"b")),
-        *(f"{OPEN}, 1 cancelled", "reset 1 STREAM_CLOSED"),
-    ),
+    "5.1 WINDOW_UPDATE on a closed stream": (get(path=b"/answer") + update(1), *FINE),
+    "5.1 DATA behind the client's reset": (post() + reset() + data(1, bytes(20)), *LATE),
+    "5.1 trailers behind the client's reset": (post() + reset() + trailers((b"a", b"b")), *LATE),
     "5.1 DATA on its way when the stream was reset": (
         post(1, length(3)) + data(1, b"abcd") + data(1, bytes(2000)) * 9,
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
+        *BAD,
     ),
     "5.1 trailers on their way when the stream was reset": (
         post(1, length(3)) + data(1, b"abcd") + trailers((b"a", b"b")),
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
+        *BAD,
     ),
     "5.1 answered before its body, which still comes": (
         post(path=b"/early") + data(1, bytes(100)) + data(1, b"", END),
         *("1 POST /early", f"{ANSWERED}, reset 1 NO_ERROR"),
     ),
-    "5.1.1 an even stream": (get(2), "", GONE),
-    "5.1.1 stream 0": (get(0), "", GONE),
+    "5.1.1 an even stream": (get(2), *REFUSED),
+    "5.1.1 stream 0": (get(0), *REFUSED),
     "5.1.1 a lower stream": (get(5) + get(3), "5 GET /, 5 end", "goaway 5 STREAM_CLOSED"),
     "5.1.1 streams in between are closed": (
         get(5) + data(3, bytes(20)),
@@ -394,12 +382,12 @@ STATES = {
             "reset 401 REFUSED_STREAM",
         ),
     ),
-    "5.4.1 nothing is read behind a failure": (data() + get(3), "", GONE),
+    "5.4.1 nothing is read behind a failure": (data() + get(3), *REFUSED),
     "5.5 an unknown setting": (settings((0x4A4A, 7)), "", "ack"),
 }
 
 DATA_FRAMES = {
-    "6.1 a body": (post() + data(1, b"abc", END), f"{OPEN}, 1 data 3, 1 end", ""),
+    "6.1 a body": (post() + data(1, b"abc", END), *WHOLE_3),
     "6.1 a body in frames": (
         post() + data(1, bytes(20)) * 3 + data(1, b"", END),
         *(f"{OPEN}, 1 data 60, 1 end", ""),
@@ -412,53 +400,38 @@ DATA_FRAMES = {
         post() + post(3) + data(1, b"a") + data(3, b"bc") + data(1, b"d", END) + data(3, b"", END),
         *("1 POST /, 3 POST /, 1 data 1, 3 data 2, 1 data 1, 1 end, 3 end", ""),
     ),
-    "6.1 DATA on stream 0": (data(0, b"abc"), "", GONE),
-    "6.1 padding": (
-        post() + data(1, b"\3abc\0\0\0", PADDED | END),
-        *(f"{OPEN}, 1 data 3, 1 end", ""),
-    ),
+    "6.1 DATA on stream 0": (data(0, b"abc"), *REFUSED),
+    "6.1 padding": (post() + data(1, b"\3abc\0\0\0", PADDED | END), *WHOLE_3),
     "6.1 nothing but padding": (post() + data(1, b"\3abc", PADDED | END), f"{OPEN}, 1 end", ""),
     "6.1 padding as long as its frame": (
         post() + data(1, b"\4abc", PADDED),
         *(OPEN, "goaway 1 PROTOCOL_ERROR"),
     ),
-    "6.1 padding without its length": (
-        post() + data(1, b"", PADDED),
-        *(OPEN, "goaway 1 FRAME_SIZE_ERROR"),
-    ),
+    "6.1 padding without its length": (post() + data(1, b"", PADDED), *SIZE_1),
     "6.1 padding on a stream that was reset": (
         post(1, length(0)) + data(1, b"abcd") + data(1, b"\3abc", PADDED),
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
+        *BAD,
     ),
-    "8.1.1 a body of the announced length": (
-        post(1, length(3)) + data(1, b"abc", END),
-        *(f"{OPEN}, 1 data 3, 1 end", ""),
-    ),
-    "8.1.1 a longer body": (
-        post(1, length(3)) + data(1, b"abcd", END),
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
-    ),
-    "8.1.1 a shorter body": (
-        post(1, length(3)) + data(1, b"ab", END),
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
-    ),
+    "8.1.1 a body of the announced length": (post(1, length(3)) + data(1, b"abc", END), *WHOLE_3),
+    "8.1.1 a longer body": (post(1, length(3)) + data(1, b"abcd", END), *BAD),
+    "8.1.1 a shorter body": (post(1, length(3)) + data(1, b"ab", END), *BAD),
     "8.1.1 an empty end of a shorter body": (
         post(1, length(3)) + data(1, b"ab") + data(1, b"", END),
         *(f"{OPEN}, 1 data 2, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
     ),
     "8.1.1 padding is not counted": (
         post(1, length(3)) + data(1, b"\3abc\0\0\0", PADDED | END),
-        *(f"{OPEN}, 1 data 3, 1 end", ""),
+        *WHOLE_3,
     ),
     "8.1.1 a length without a body": (get(1, length(3)), "", "reset 1 PROTOCOL_ERROR"),
-    "8.1.1 a length of 0 without a body": (get(1, length(0)), GOT, ""),
+    "8.1.1 a length of 0 without a body": (get(1, length(0)), *ACCEPTED),
     "8.1.1 trailers before the announced length": (
         post(1, length(3)) + data(1, b"ab") + trailers(),
         *(f"{OPEN}, 1 data 2, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
     ),
     "8.1.1 trailers behind the announced length": (
         post(1, length(3)) + data(1, b"abc") + trailers(),
-        *(f"{OPEN}, 1 data 3, 1 end", ""),
+        *WHOLE_3,
     ),
     "8.1.1 a length with a sign": (
         post(1, (b"content-length", b"+3")),
@@ -467,46 +440,31 @@ DATA_FRAMES = {
 }
 
 HEADER_FRAMES = {
-    "6.2 padding": (headers(b"\2" + block() + b"\0\0", WHOLE | END | PADDED), GOT, ""),
-    "6.2 more padding than the frame": (headers(b"\3\0\0", WHOLE | END | PADDED), "", GONE),
-    "6.2 padding without its length": (
-        headers(b"", WHOLE | END | PADDED),
-        *("", "goaway 0 FRAME_SIZE_ERROR"),
-    ),
-    "6.2 a priority": (headers(bytes(5) + block(), WHOLE | END | PRIORITIZED), GOT, ""),
+    "6.2 padding": (headers(b"\2" + block() + b"\0\0", WHOLE | END | PADDED), *ACCEPTED),
+    "6.2 more padding than the frame": (headers(b"\3\0\0", WHOLE | END | PADDED), *REFUSED),
+    "6.2 padding without its length": (headers(b"", WHOLE | END | PADDED), *SIZE),
+    "6.2 a priority": (headers(bytes(5) + block(), WHOLE | END | PRIORITIZED), *ACCEPTED),
     "6.2 padding and a priority": (
         headers(b"\1" + bytes(5) + block() + b"\0", WHOLE | END | PADDED | PRIORITIZED),
-        *(GOT, ""),
+        *ACCEPTED,
     ),
-    "6.2 a priority of 4 bytes": (
-        headers(bytes(4), WHOLE | END | PRIORITIZED),
-        *("", "goaway 0 FRAME_SIZE_ERROR"),
-    ),
-    "6.3 PRIORITY on stream 0": (frame(PRIORITY, 0, 0, bytes(5)), "", GONE),
-    "6.3 PRIORITY of 4 bytes": (frame(PRIORITY, 0, 1, bytes(4)), "", "goaway 0 FRAME_SIZE_ERROR"),
+    "6.2 a priority of 4 bytes": (headers(bytes(4), WHOLE | END | PRIORITIZED), *SIZE),
+    "6.3 PRIORITY on stream 0": (frame(PRIORITY, 0, 0, bytes(5)), *REFUSED),
+    "6.3 PRIORITY of 4 bytes": (frame(PRIORITY, 0, 1, bytes(4)), *SIZE),
     "6.3 PRIORITY of 4 bytes on an open stream": (
         post() + frame(PRIORITY, 0, 1, bytes(4)),
         *(f"{OPEN}, 1 cancelled", "reset 1 FRAME_SIZE_ERROR"),
     ),
     "6.4 RST_STREAM": (post() + reset(), f"{OPEN}, 1 cancelled", ""),
-    "6.4 RST_STREAM on stream 0": (reset(0), "", GONE),
-    "6.4 RST_STREAM of 3 bytes": (
-        post() + frame(RST, 0, 1, bytes(3)),
-        *(OPEN, "goaway 1 FRAME_SIZE_ERROR"),
-    ),
-    "6.6 PUSH_PROMISE": (frame(PUSH, WHOLE, 1, bytes(4)), "", GONE),
+    "6.4 RST_STREAM on stream 0": (reset(0), *REFUSED),
+    "6.4 RST_STREAM of 3 bytes": (post() + frame(RST, 0, 1, bytes(3)), *SIZE_1),
+    "6.6 PUSH_PROMISE": (frame(PUSH, WHOLE, 1, bytes(4)), *REFUSED),
     "6.7 PING": (ping(), "", "pong"),
-    "6.7 PING on a stream": (ping(stream=1), "", GONE),
-    "6.8 GOAWAY": (
-        post() + frame(GOAWAY, 0, 0, bytes(8)) + data(1, b"abc", END),
-        *(f"{OPEN}, 1 data 3, 1 end", ""),
-    ),
-    "6.8 GOAWAY on a stream": (frame(GOAWAY, 0, 1, bytes(8)), "", GONE),
-    "6.8 GOAWAY of 7 bytes": (frame(GOAWAY, 0, 0, bytes(7)), "", "goaway 0 FRAME_SIZE_ERROR"),
-    "6.10 CONTINUATION of another stream": (
-        headers(block(), END) + more(b"", WHOLE, 3),
-        *("", GONE),
-    ),
+    "6.7 PING on a stream": (ping(stream=1), *REFUSED),
+    "6.8 GOAWAY": (post() + frame(GOAWAY, 0, 0, bytes(8)) + data(1, b"abc", END), *WHOLE_3),
+    "6.8 GOAWAY on a stream": (frame(GOAWAY, 0, 1, bytes(8)), *REFUSED),
+    "6.8 GOAWAY of 7 bytes": (frame(GOAWAY, 0, 0, bytes(7)), *SIZE),
+    "6.10 CONTINUATION of another stream": (headers(block(), END) + more(b"", WHOLE, 3), *REFUSED),
     "6.10 CONTINUATION of a complete block": (
         get() + more(b"", WHOLE),
         *(GOT, "goaway 1 PROTOCOL_ERROR"),
@@ -515,27 +473,18 @@ HEADER_FRAMES = {
 
 SETTING_FRAMES = {
     "6.5 settings": (settings((STREAMS, 1), (LIST_SIZE, 100)), "", "ack"),
-    "6.5 an acknowledgement": (ACKED + headers(NO_TABLE + block()), GOT, ""),
-    "6.5 an acknowledgement with settings": (
-        settings((STREAMS, 1), flags=ACK),
-        *("", "goaway 0 FRAME_SIZE_ERROR"),
-    ),
-    "6.5 settings on a stream": (settings(stream=1), "", GONE),
-    "6.5 settings of 7 bytes": (
-        frame(SETTINGS, 0, 0, bytes(7)),
-        *("", "goaway 0 FRAME_SIZE_ERROR"),
-    ),
-    "6.5 more than a frame of settings takes": (
-        frame(SETTINGS, 0, 0, bytes(16_386)),
-        *("", "goaway 0 FRAME_SIZE_ERROR"),
-    ),
-    "6.5.2 ENABLE_PUSH of 2": (settings((ENABLE_PUSH, 2)), "", GONE),
+    "6.5 an acknowledgement": (ACKED + headers(NO_TABLE + block()), *ACCEPTED),
+    "6.5 an acknowledgement with settings": (settings((STREAMS, 1), flags=ACK), *SIZE),
+    "6.5 settings on a stream": (settings(stream=1), *REFUSED),
+    "6.5 settings of 7 bytes": (frame(SETTINGS, 0, 0, bytes(7)), *SIZE),
+    "6.5 more than a frame of settings takes": (frame(SETTINGS, 0, 0, bytes(16_386)), *SIZE),
+    "6.5.2 ENABLE_PUSH of 2": (settings((ENABLE_PUSH, 2)), *REFUSED),
     "6.5.2 INITIAL_WINDOW_SIZE of 2^31": (
         settings((WINDOW, 2**31)),
         *("", "goaway 0 FLOW_CONTROL_ERROR"),
     ),
-    "6.5.2 MAX_FRAME_SIZE of 16,383": (settings((FRAME_SIZE, 16_383)), "", GONE),
-    "6.5.2 MAX_FRAME_SIZE of 2^24": (settings((FRAME_SIZE, 2**24)), "", GONE),
+    "6.5.2 MAX_FRAME_SIZE of 16,383": (settings((FRAME_SIZE, 16_383)), *REFUSED),
+    "6.5.2 MAX_FRAME_SIZE of 2^24": (settings((FRAME_SIZE, 2**24)), *REFUSED),
     "6.5.2 MAX_FRAME_SIZE of 2^24 - 1": (settings((FRAME_SIZE, 2**24 - 1)), "", "ack"),
     "6.5.2 HEADER_TABLE_SIZE of 0": (
         settings((TABLE_SIZE, 0)) + get(path=b"/answer"),
@@ -547,19 +496,10 @@ LARGE = "1 GET /large, 1 end"
 FULL = "headers 1, body 1 65535"
 
 WINDOWS = {
-    "6.9 WINDOW_UPDATE of 3 bytes": (
-        frame(UPDATE, 0, 0, bytes(3)),
-        *("", "goaway 0 FRAME_SIZE_ERROR"),
-    ),
-    "6.9 WINDOW_UPDATE by 0": (update(0, 0), "", GONE),
-    "6.9 WINDOW_UPDATE by 0 on a stream": (
-        post() + update(1, 0),
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
-    ),
-    "6.9 WINDOW_UPDATE by 0 on a closed stream": (
-        get(path=b"/answer") + update(1, 0),
-        *(DONE, ANSWERED),
-    ),
+    "6.9 WINDOW_UPDATE of 3 bytes": (frame(UPDATE, 0, 0, bytes(3)), *SIZE),
+    "6.9 WINDOW_UPDATE by 0": (update(0, 0), *REFUSED),
+    "6.9 WINDOW_UPDATE by 0 on a stream": (post() + update(1, 0), *BAD),
+    "6.9 WINDOW_UPDATE by 0 on a closed stream": (get(path=b"/answer") + update(1, 0), *FINE),
     "6.9 the reserved bit of WINDOW_UPDATE is ignored": (update(0, 1 << 31 | 100), "", ""),
     "6.9.1 the connection's window over 2^31 - 1": (
         update(0, 2**31 - 1),
@@ -669,30 +609,21 @@ WINDOWS = {
 WRONG = ("", "reset 1 PROTOCOL_ERROR")
 
 REQUESTS = {
-    "8.1 trailers": (
-        post() + data(1, b"abc") + trailers((b"a", b"b")),
-        *(f"{OPEN}, 1 data 3, 1 end", ""),
-    ),
+    "8.1 trailers": (post() + data(1, b"abc") + trailers((b"a", b"b")), *WHOLE_3),
     "8.1 trailers in two frames": (
         post() + trailers((b"a", b"b"), flags=END) + more(b"", WHOLE),
         *(f"{OPEN}, 1 end", ""),
     ),
     "8.1 trailers that do not end the request": (
         post() + trailers((b"a", b"b"), flags=WHOLE),
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
+        *BAD,
     ),
-    "8.1 a pseudo-header in trailers": (
-        post() + trailers((b":path", b"/")),
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
-    ),
+    "8.1 a pseudo-header in trailers": (post() + trailers((b":path", b"/")), *BAD),
     "8.1 DATA behind trailers": (
         post() + trailers() + data(1, bytes(20)),
         *(f"{OPEN}, 1 end", "goaway 1 STREAM_CLOSED"),
     ),
-    "8.2.1 upper case in trailers": (
-        post() + trailers((b"A", b"b")),
-        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
-    ),
+    "8.2.1 upper case in trailers": (post() + trailers((b"A", b"b")), *BAD),
     "8.2.1 upper case": (get(1, (b"X-A", b"b")), *WRONG),
     "8.2.1 an empty name": (get(1, (b"", b"b")), *WRONG),
     "8.2.1 a space in a name": (get(1, (b"a b", b"c")), *WRONG),
@@ -705,21 +636,18 @@ REQUESTS = {
     "8.2.1 a space before a value": (get(1, (b"a", b" b")), *WRONG),
     "8.2.1 a tab behind a value": (get(1, (b"a", b"b\t")), *WRONG),
     "8.2.1 a value of a space": (get(1, (b"a", b" ")), *WRONG),
-    "8.2.1 an empty value": (get(1, (b"a", b"")), GOT, ""),
-    "8.2.1 a tab in a value": (get(1, (b"a", b"b\tc")), GOT, ""),
-    "8.2.1 bytes beyond ASCII in a value": (get(1, (b"a", b"\xff\x80")), GOT, ""),
+    "8.2.1 an empty value": (get(1, (b"a", b"")), *ACCEPTED),
+    "8.2.1 a tab in a value": (get(1, (b"a", b"b\tc")), *ACCEPTED),
+    "8.2.1 bytes beyond ASCII in a value": (get(1, (b"a", b"\xff\x80")), *ACCEPTED),
     "8.2.2 connection": (get(1, (b"connection", b"close")), *WRONG),
     "8.2.2 keep-alive": (get(1, (b"keep-alive", b"5")), *WRONG),
     "8.2.2 proxy-connection": (get(1, (b"proxy-connection", b"close")), *WRONG),
     "8.2.2 transfer-encoding": (post(1, (b"transfer-encoding", b"chunked")), *WRONG),
     "8.2.2 upgrade": (get(1, (b"upgrade", b"websocket")), *WRONG),
-    "8.2.2 te: trailers": (get(1, (b"te", b"trailers")), GOT, ""),
+    "8.2.2 te: trailers": (get(1, (b"te", b"trailers")), *ACCEPTED),
     "8.2.2 te: gzip": (get(1, (b"te", b"gzip")), *WRONG),
-    "8.2.3 cookies in parts": (get(1, (b"cookie", b"a=b"), (b"cookie", b"c=d")), GOT, ""),
-    "8.3 a pseudo-header behind others": (
-        headers(field(b"a", b"b") + block()),
-        *WRONG,
-    ),
+    "8.2.3 cookies in parts": (get(1, (b"cookie", b"a=b"), (b"cookie", b"c=d")), *ACCEPTED),
+    "8.3 a pseudo-header behind others": (headers(field(b"a", b"b") + block()), *WRONG),
     "8.3 an unknown pseudo-header": (get(1, (b":status", b"200")), *WRONG),
     "8.3 a pseudo-header twice": (headers(field(b":path", b"/") + block()), *WRONG),
     "8.3 a pseudo-header in upper case": (
@@ -743,14 +671,14 @@ REQUESTS = {
     "8.3.1 a query": (get(path=b"/a?b=c"), "1 GET /a, 1 end", ""),
     "8.3.1 OPTIONS of all": (get(method=b"OPTIONS", path=b"*"), "1 OPTIONS *, 1 end", ""),
     "8.3.1 GET of all": (get(path=b"*"), *WRONG),
-    "8.3.1 no authority": (get(authority=None), GOT, ""),
-    "8.3.1 host alone": (get(1, (b"host", b"a"), authority=None), GOT, ""),
-    "8.3.1 host and authority": (get(1, (b"host", b"a")), GOT, ""),
+    "8.3.1 no authority": (get(authority=None), *ACCEPTED),
+    "8.3.1 host alone": (get(1, (b"host", b"a"), authority=None), *ACCEPTED),
+    "8.3.1 host and authority": (get(1, (b"host", b"a")), *ACCEPTED),
     "8.3.1 host and another authority": (get(1, (b"host", b"b")), *WRONG),
     "8.3.1 two hosts": (get(1, (b"host", b"a"), (b"host", b"a")), *WRONG),
     "8.3.1 an authority with a user": (get(authority=b"u@a"), *WRONG),
     "8.3.1 an authority with a path": (get(authority=b"a/b"), *WRONG),
-    "8.3.1 an authority with a port": (get(authority=b"[::1]:80"), GOT, ""),
+    "8.3.1 an authority with a port": (get(authority=b"[::1]:80"), *ACCEPTED),
     "8.5 CONNECT": (
         get(method=b"CONNECT", scheme=None, path=None, authority=b"a:1"),
         *("1 CONNECT , 1 end", ""),
@@ -776,7 +704,7 @@ NEWEST = b"\xbe"
 NOT_DECODED = ("", "goaway 0 COMPRESSION_ERROR")
 
 HPACK = {
-    "7541 2.3.1 static fields": (headers(b"\x82\x86\x84" + field(b":authority", b"a")), GOT, ""),
+    "7541 2.3.1 static fields": (headers(b"\x82\x86\x84" + field(b":authority", b"a")), *ACCEPTED),
     "7541 2.3.2 a table before settings are acknowledged": (
         headers(block() + INDEXED) + get(3, path=b"/answer") + headers(block() + NEWEST, stream=5),
         *(
@@ -833,11 +761,11 @@ HPACK = {
         ),
     ),
     "7541 5.1 a number without an end": (headers(block() + b"\xff" * 2000), *NOT_DECODED),
-    "7541 5.2 Huffman's code": (headers(block() + b"\0\x81\x1f\x81\x1f"), GOT, ""),
+    "7541 5.2 Huffman's code": (headers(block() + b"\0\x81\x1f\x81\x1f"), *ACCEPTED),
     "7541 6.1 index 0": (headers(block() + b"\x80"), *NOT_DECODED),
     "7541 6.2.3 a field that is never indexed": (
         headers(block() + field(b"a", b"b", b"\x10")),
-        *(GOT, ""),
+        *ACCEPTED,
     ),
     "4.3 an error in dropped trailers": (
         post(1, length(0)) + data(1, b"abcd") + headers(b"\x80"),
@@ -846,6 +774,7 @@ HPACK = {
 }
 
 CALM = "goaway 0 ENHANCE_YOUR_CALM"
+CALMED = "", CALM
 CALM_1 = "goaway 1 ENHANCE_YOUR_CALM"
 FAST = get(path=b"/answer")
 
@@ -915,17 +844,17 @@ def test_what_costs_work_without_a_request_ends_the_connection_when_it_is_too_mu
 
 
 HEADERS_LIMITED = {
-    "10.5.1 HEADERS of 33,000 bytes": (headers(block((b"a", b"b" * 33_000))), "", CALM),
+    "10.5.1 HEADERS of 33,000 bytes": (headers(block((b"a", b"b" * 33_000))), *CALMED),
     "10.5.1 a list of 30,000 bytes is read": (
         headers(block((b"a", b"b" * 16_000)) + field(b"a", b"b" * 14_000)),
-        *(GOT, ""),
+        *ACCEPTED,
     ),
     "10.5.1 a list of 60,000 bytes in a small block": (
         headers(block() + field(b"a", b"b" * 3000, b"\x40") + NEWEST * 20),
-        *("", CALM),
+        *CALMED,
     ),
-    "10.5.1 many small fields": (headers(block() + b"\x82" * 1000), "", CALM),
-    "10.5.1 many empty fields": (headers(block() + b"\0\0\0" * 1100), "", CALM),
+    "10.5.1 many small fields": (headers(block() + b"\x82" * 1000), *CALMED),
+    "10.5.1 many empty fields": (headers(block() + b"\0\0\0" * 1100), *CALMED),
 }
 
 
