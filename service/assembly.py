@@ -178,7 +178,9 @@ async def open_service(
         await repository.start()
         # For a decoder itself and the largest picture, and a body and its copy.
         decoder_bytes = _DECODER_BYTES + 2 * settings.max_body_bytes
-        decoders = stack.enter_context(Decoders(metrics, _decoder_count(settings), decoder_bytes))
+        decoders = await stack.enter_async_context(
+            Decoders(metrics, _decoder_count(settings), decoder_bytes)
+        )
         budget = Budget(settings.max_in_flight_bytes)
         metrics.watch_in_flight(lambda: budget.held_bytes)
         timeout_s = settings.request_timeout_ms / 1e3

@@ -5,10 +5,10 @@ process is asked to end its work, which it looks for between two pictures or sli
 if it does not within `_CANCEL_S`, and has worked for `_LEAST_RUN_S`. One that dies fails only its
 own request.
 
-    start() --> waiting, cheap or costly --> one decoder --> on_done
-                   |                            |
-                cancel(): dropped            cancel(): dropped if it was not sent yet,
-                                             else asked to end, then killed
+    start() --> waiting, small or large --> one decoder --> on_done
+                   |           ^               |    |
+                cancel():      +--- larger than its bytes said
+                dropped                     cancel(): asked to end, then killed
 
 Nothing runs until the first picture or large body comes; a decoder that is idle for `_IDLE_S` ends.
 """
@@ -17,25 +17,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import orjson
 
-from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
-from service.decode.frames import CANCEL, HEAD, MAX_HEADER_BYTES, READY, form_header, frame
+from lenet.pixels import HEIGHT, PIXELS, WIDTH
+from service.decode.decoding_process import CANCEL, HEAD, READY
 from service.errors import (
-    Cancelled,
     InferenceFailed,
     InvalidInput,
     Overloaded,
@@ -45,17 +43,20 @@ from service.errors import (
     UnsupportedMediaType,
     stopping,
 )
-from service.forms.cost import CHEAP_S
 from service.forms.form import Body, Decoded, Form, asked_from
-from service.observe.metrics import Metrics
+from service.observe.metrics import DecoderEnd, Metrics
 
 _log = logging.getLogger(__name__)
 
-MAX_WAITING = 1024
-"""Requests of a class that wait for a decoder; further ones are rejected as `Overloaded`."""
+SMALL_BYTES = 1 << 20
+"""Maximum bytes of small work, which a decoding process may still find to be large."""
 
-MAX_WAITING_S = 10.0
-"""Estimated work of a class that may wait, for each decoder."""
+MAX_WAITING, MAX_LARGE_WAITING = 1024, 64
+"""Small and large requests that wait for a decoder; further ones are rejected as `Overloaded`."""
+
+MAX_HEADER_BYTES = 1 << 20
+"""Limit of a reply's header: an id or an unknown name in a gRPC message may be 64 KiB, six times
+that in JSON."""
 
 _CANCEL_S = 0.03
 """Time for a decoder to stop after a cancel: it finishes a small picture or a slice first."""
@@ -65,20 +66,16 @@ _LEAST_RUN_S = 0.5
 0.6 s where other programs want the cores: ending less work than that costs more than it saves."""
 
 _START_S = 30.0
-"""Time to start, after which a cancel kills the process."""
+"""Time to start, after which a process is killed."""
 
 _IDLE_S = 60.0
 _REAP_S = 0.02
-_CLOSE_S = 0.1
+_CLOSE_S = 0.2
 _LOG_S = 10.0
 """At most one line about decoders that failed in so much time: clients may provoke them."""
 
-_SENT_BYTES = 256 * 1024
-"""Sent to a decoder in one turn of the event loop: 0.1 ms."""
-
 _ARGUMENTS = ("-P", "-m", "service.decode.decoding_process")
 _ERRORS = {error.code: error for error in (InvalidInput, TooLarge, UnsupportedMediaType)}
-
 
 OnDone: TypeAlias = Callable[[Decoded | ServiceError], None]
 
@@ -86,85 +83,51 @@ OnDone: TypeAlias = Callable[[Decoded | ServiceError], None]
 class Job:
     """One piece of work: waiting for a decoder, running, or ended."""
 
-    __slots__ = ("cost_s", "costly", "decoder", "ended", "frame", "max_images", "on_done")
+    __slots__ = ("body", "decoder", "ended", "form", "is_large", "on_done")
 
     def __init__(self, form: Form, body: Body, on_done: OnDone, ended: Callable[[], None]) -> None:
-        self.cost_s = form.cost_s(body)
-        self.costly = self.cost_s > CHEAP_S
-        self.max_images = form.max_images
-        self.frame: list[Body] = [frame(form_header(form), len(body))]
-        if body:
-            self.frame.append(body)
+        self.form, self.body, self.ended = form, body, ended
+        self.is_large = len(body) > SMALL_BYTES
         self.on_done: OnDone | None = on_done
-        self.ended = ended
         self.decoder: _Decoder | None = None
 
 
 class Decoders:
     """A bounded number of decoding processes, shared by all transports of one event loop.
 
-    Small work (a picture up to about a megapixel) never waits for a process that has long work:
+    Small work (a picture up to about a megapixel) never waits for a process that has large work:
     that may use all of them but one. A context manager; on leaving what runs is killed.
     """
 
     def __init__(self, metrics: Metrics, count: int, memory_bytes: int) -> None:
         """`count` processes at most, two at least, each with so many bytes of memory."""
-        assert count >= 2, "bug: long work would take the only decoder"
-        self._count = count
+        assert count >= 2, "bug: large work would take the only decoder"
+        self._count, self._memory_bytes = count, memory_bytes
         self._metrics = metrics
-        self._memory_bytes = memory_bytes
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[bool, OrderedDict[Job, None]] = {
-            costly: OrderedDict() for costly in (False, True)
-        }
-        self._waiting_s = {False: 0.0, True: 0.0}
-        self._running = {False: 0, True: 0}
+        self._small: dict[Job, None] = {}
+        self._large: dict[Job, None] = {}
+        self._large_running = 0
+        self._decoders: set[_Decoder] = set()
+        self._starting = 0
         self._idle: list[_Decoder] = []
-        self._busy: set[_Decoder] = set()
-        self._ending: list[subprocess.Popen[bytes]] = []
-        self._reaper: asyncio.TimerHandle | None = None
-        self._watcher: asyncio.TimerHandle | None = None
-        self._reaping = self._watching = False
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._log_from_s = 0.0
         self._unlogged = 0
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         self._closed = True
-        error = stopping()
-        for waiting in self._waiting.values():
-            while waiting:
-                self._finish(waiting.popitem()[0], error)
-        for decoder in tuple(self._busy):
-            job = decoder.take_job()
-            decoder.end(kill=True)
-            if job is not None:
-                self._finish(job, error)
-        for decoder in self._idle:
-            decoder.end()
-        for timer in (self._reaper, self._watcher):
-            if timer is not None:
-                timer.cancel()
-        self._wait_for_all(_CLOSE_S)
-        for process in self._ending:
-            process.kill()
-        self._wait_for_all(_CLOSE_S)
-        for process in self._ending:
-            # On a busy machine it may not have been its turn yet. Nobody waits for it any longer.
-            process.returncode = -signal.SIGKILL
-        self._ending.clear()
-
-    def _wait_for_all(self, timeout_s: float) -> None:
-        """Wait for processes to end; those still running after `timeout_s` stay in `_ending`."""
-        until_s = time.monotonic() + timeout_s
-        while self._ending and (self._ending[0].poll() is not None or time.monotonic() < until_s):
-            if self._ending[0].poll() is not None:
-                del self._ending[0]
-            else:
-                time.sleep(0.001)
+        self._fail_waiting(stopping())
+        # Twice: on a busy machine a killed process may not end in time.
+        for _ in range(2):
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=_CLOSE_S)
 
     def start(
         self,
@@ -178,82 +141,151 @@ class Decoders:
         `ended` is called once, before that, when the work has ended or been dropped: `body` is kept
         until then. Both are called on the event loop, and never by `start`.
 
-        Raises:
-            Overloaded: too much work waits.
-            TooLarge: a picture has too many pixels.
-            Unavailable: closed, or no process can be started.
+        Raises: Overloaded (too much work waits), Unavailable (closed).
         """
         if self._closed:
             raise stopping()
         job = Job(form, body, on_done, ended)
-        waiting = self._waiting[job.costly]
-        slots = self._count - job.costly
-        work_s = self._waiting_s[job.costly] + job.cost_s
-        if waiting and (len(waiting) >= MAX_WAITING or work_s > MAX_WAITING_S * slots):
-            raise Overloaded(
-                f"too many requests wait to be decoded, about {work_s / slots:.0f} s of work; "
-                "try again later",
-                retry_after_s=math.ceil(work_s / slots),
-            )
-        waiting[job] = None
-        self._waiting_s[job.costly] = work_s
-        try:
-            self._dispatch()
-        except OSError as exc:
-            if job not in waiting:  # another was first
-                return job
-            self._drop(job)
-            raise Unavailable(
-                f"no decoding process can be started ({exc.strerror}); try again later",
-                retry_after_s=1,
-            ) from exc
+        self._wait(job)
+        self._dispatch()
         return job
 
     def cancel(self, job: Job) -> None:
         """Do not call `on_done`, and end the work."""
         job.on_done = None
-        if job in self._waiting[job.costly]:
-            self._drop(job)
+        waiting = self._waiting(job)
+        if job in waiting:
+            del waiting[job]
             job.ended()
         elif job.decoder is not None:
             job.decoder.cancel()
 
-    # Called by decoders.
+    def _waiting(self, job: Job) -> dict[Job, None]:
+        return self._large if job.is_large else self._small
 
-    def done(self, decoder: _Decoder, job: Job, outcome: Decoded | ServiceError) -> None:
-        """`decoder` is free again, or will be when its process has started."""
-        self._busy.discard(decoder)
-        self._idle.insert(len(self._idle) if decoder.ready else 0, decoder)  # the last is taken
-        decoder.idle_since_s = self._loop.time()
-        if not self._watching:
-            self._watching = True
-            self._watcher = self._loop.call_later(_IDLE_S / 4, self._end_idle)
-        self._running[job.costly] -= 1
+    def _wait(self, job: Job) -> None:
+        """Raises: Overloaded."""
+        waiting = self._waiting(job)
+        most = MAX_LARGE_WAITING if job.is_large else MAX_WAITING
+        if len(waiting) >= most:
+            kind = "large requests" if job.is_large else "requests"
+            message = f"{most} {kind} wait to be decoded; try again later"
+            raise Overloaded(message, retry_after_s=1)
+        waiting[job] = None
+
+    def _large_may_run(self) -> int:
+        return min(len(self._large), self._count - 1 - self._large_running)
+
+    def _dispatch(self) -> None:
+        """Wake and start as many decoders as have work."""
+        work = len(self._small) + self._large_may_run()
+        for decoder in self._idle[-work:] if work else ():
+            decoder.wake()
+        free = len(self._idle) + self._starting
+        try:
+            while free < work and len(self._decoders) < self._count:
+                decoder = _Decoder(self._memory_bytes)
+                self._decoders.add(decoder)
+                self._starting += 1
+                free += 1
+                task = self._loop.create_task(self._run(decoder))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        except OSError as exc:
+            self._report("no decoding process can be started: %s", exc)
+            if not self._decoders:
+                message = f"no decoding process can be started ({exc}); try again later"
+                self._loop.call_soon(self._fail_waiting, Unavailable(message, retry_after_s=1))
+
+    async def _run(self, decoder: _Decoder) -> None:
+        """Give `decoder` work until it is idle for long, or is lost."""
+        reason: DecoderEnd = "died"
+        job: Job | None = None
+        has_started = False
+        try:
+            try:
+                async with asyncio.timeout(_START_S):
+                    await decoder.ready()
+            finally:
+                self._starting -= 1
+            has_started = True
+            while (job := await self._next(decoder)) is not None:
+                outcome = await decoder.decode(job)
+                done, job = job, None
+                self._done(done, outcome)
+            reason = "idle"
+        except (OSError, EOFError):
+            if decoder.is_killed:
+                reason = "cancelled"
+            else:
+                self._report(
+                    "a decoding process died%s", "" if job is None else ", and its request"
+                )
+        except (ValueError, KeyError, TypeError) as exc:
+            # The decoded content may have compromised the process.
+            self._report("a decoding process sent an invalid reply: %s", exc)
+        finally:
+            self._decoders.discard(decoder)
+            if not self._closed:
+                self._metrics.decoder_ended(reason)
+            if job is not None:
+                failed = InferenceFailed("the process that decoded this body died")
+                self._done(job, stopping() if self._closed else failed)
+            if has_started:
+                self._dispatch()
+            elif not self._decoders:  # nor would the next one start
+                self._fail_waiting(InferenceFailed("a decoding process died while it started"))
+            await decoder.end()
+
+    async def _next(self, decoder: _Decoder) -> Job | None:
+        """The next job for `decoder`, each class in turn; None if there is none for `_IDLE_S`."""
+        while not (self._small or self._large_may_run() > 0):
+            self._idle.append(decoder)
+            try:
+                async with asyncio.timeout(_IDLE_S):
+                    await decoder.woken()
+            except TimeoutError:
+                return None
+            finally:
+                self._idle.remove(decoder)
+        if not decoder.is_alive():
+            raise EOFError
+        is_large = self._large_may_run() > 0 and not (self._small and self._large_running)
+        waiting = self._large if is_large else self._small
+        job = next(iter(waiting))
+        del waiting[job]
+        self._large_running += is_large
+        job.decoder = decoder
+        return job
+
+    def _done(self, job: Job, outcome: Decoded | ServiceError | None) -> None:
+        """`job` has ended, or without an outcome has turned out to be large."""
+        self._large_running -= job.is_large
+        if outcome is None and job.on_done is not None:
+            job.is_large, job.decoder = True, None
+            try:
+                self._wait(job)
+            except Overloaded as exc:
+                outcome = exc
+            else:
+                # Once the decoder that found it has taken its next work.
+                self._loop.call_soon(self._dispatch)
+                return
         self._finish(job, outcome)
-        self._dispatch_later()
 
-    def lost(self, decoder: _Decoder, job: Job | None, *, killed: bool) -> None:
-        """`decoder` has ended, by `cancel` if it was `killed`, and `job` with it."""
-        self._busy.discard(decoder)
-        if decoder in self._idle:
-            self._idle.remove(decoder)
-        if not self._closed:
-            self._metrics.decoder_ended("cancelled" if killed else "died")
-            if not killed:
-                self.log("a decoding process died%s", "" if job is None else ", and its request")
-        if job is not None:
-            self._running[job.costly] -= 1
-            self._finish(job, InferenceFailed("the process that decoded this body died"))
-        self._dispatch_later()
+    def _fail_waiting(self, error: ServiceError) -> None:
+        for waiting in (self._small, self._large):
+            while waiting:
+                self._finish(waiting.popitem()[0], error)
 
-    def reap(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait for `process`, which ends."""
-        self._ending.append(process)
-        if not (self._reaping or self._closed):
-            self._reaping = True
-            self._reaper = self._loop.call_later(_REAP_S, self._reap)
+    def _finish(self, job: Job, outcome: Decoded | ServiceError | None) -> None:
+        job.decoder = None
+        job.ended()
+        on_done, job.on_done = job.on_done, None
+        if on_done is not None and outcome is not None:
+            on_done(outcome)
 
-    def log(self, message: str, *arguments: object) -> None:
+    def _report(self, message: str, *arguments: object) -> None:
         """Log it, unless something else was logged just before."""
         now_s = self._loop.time()
         if now_s < self._log_from_s:
@@ -263,101 +295,19 @@ class Decoders:
         _log.error(message + more, *arguments)
         self._log_from_s, self._unlogged = now_s + _LOG_S, 0
 
-    def _dispatch_later(self) -> None:
-        try:
-            self._dispatch()
-        except OSError as exc:
-            # Those that wait are tried again when a request comes or a decoder is free. Without
-            # any decoder there is nobody to wait for.
-            if not self._busy:
-                error = Unavailable("no decoding process can be started", retry_after_s=1)
-                for waiting in self._waiting.values():
-                    for job in tuple(waiting):
-                        self._drop(job)
-                        self._finish(job, error)
-            self.log("no decoding process can be started: %s", exc)
-
-    def _dispatch(self) -> None:
-        """Start what can be started. Raises: OSError."""
-        while not self._closed and (waiting := self._next()) is not None:
-            decoder = self._idle.pop() if self._idle else None
-            if decoder is None or not decoder.alive():
-                if decoder is not None:
-                    decoder.end()
-                    self._metrics.decoder_ended("died")
-                    continue
-                decoder = _Decoder(self, self._memory_bytes)
-            job = next(iter(waiting))
-            self._drop(job)
-            self._running[job.costly] += 1
-            self._busy.add(decoder)
-            decoder.begin(job)
-
-    def _next(self) -> OrderedDict[Job, None] | None:
-        """The class whose turn it is, if a decoder is free for it. Each has at least one."""
-        if len(self._busy) >= self._count:
-            return None
-        cheap, costly = self._waiting[False], self._waiting[True]
-        if costly and not self._running[True]:
-            return costly
-        if cheap:
-            return cheap
-        return costly if costly and self._running[True] < self._count - 1 else None
-
-    def _drop(self, job: Job) -> None:
-        waiting = self._waiting[job.costly]
-        del waiting[job]
-        self._waiting_s[job.costly] = self._waiting_s[job.costly] - job.cost_s if waiting else 0.0
-
-    def _finish(self, job: Job, outcome: Decoded | ServiceError) -> None:
-        job.frame.clear()
-        job.decoder = None
-        job.ended()
-        on_done, job.on_done = job.on_done, None
-        if on_done is not None:
-            on_done(outcome)
-
-    def _reap(self) -> None:
-        """Take the exit codes of processes that have ended."""
-        self._ending = [process for process in self._ending if process.poll() is None]
-        self._reaping = bool(self._ending)
-        if self._reaping:
-            self._reaper = self._loop.call_later(_REAP_S, self._reap)
-
-    def _end_idle(self) -> None:
-        idle_from_s = self._loop.time() - _IDLE_S
-        for decoder in [one for one in self._idle if one.idle_since_s <= idle_from_s]:
-            self._idle.remove(decoder)
-            decoder.end()
-            self._metrics.decoder_ended("idle")
-        self._watching = bool(self._idle)
-        if self._watching:
-            self._watcher = self._loop.call_later(_IDLE_S / 4, self._end_idle)
-
 
 class _Decoder:
     """One process, and the socket on which it gets its work."""
 
-    def __init__(self, pool: Decoders, memory_bytes: int) -> None:
+    def __init__(self, memory_bytes: int) -> None:
         """Start it. Raises: OSError."""
-        self._pool = pool
-        self._job: Job | None = None
-        self._sent = False
-        """Whether the process has the job, or a part of it."""
-        self._unsent: deque[memoryview] = deque()
-        self._head = bytearray(HEAD.size)
-        self._header: bytearray | None = None
-        self._pixels: Images | None = None
-        self._room = memoryview(self._head)
-        """The unfilled rest of the buffer for the part being received."""
         self._loop = asyncio.get_running_loop()
+        self._woken: asyncio.Future[None] = self._loop.create_future()
         self._killer: asyncio.TimerHandle | None = None
-        self._writing = False
-        self.ready = False
-        """Whether the process has started."""
-        self._began_s = self._loop.time()
-        """Time at which the process, then its job began."""
-        self.idle_since_s = 0.0
+        self._is_sent = False
+        self._began_s = 0.0
+        self.is_killed = False
+        """Whether `cancel` has killed it."""
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
@@ -366,169 +316,111 @@ class _Decoder:
                 self._socket.close()
                 raise
         self._socket.setblocking(False)
-        self._loop.add_reader(self._socket.fileno(), self._readable)
 
-    def alive(self) -> bool:
+    async def ready(self) -> None:
+        """Wait for the process to start. Raises: EOFError, OSError, ValueError."""
+        if await self._receive(HEAD.size) != READY:
+            raise ValueError("a reply before it was ready")
+
+    def wake(self) -> None:
+        """End `woken`."""
+        if not self._woken.done():
+            self._woken.set_result(None)
+
+    async def woken(self) -> None:
+        """Wait for `wake`."""
+        self._woken = self._loop.create_future()
+        await self._woken
+
+    def is_alive(self) -> bool:
         """Whether the process still runs."""
         return self._process.poll() is None
 
-    def begin(self, job: Job) -> None:
-        """Work on `job` in the next turn of the event loop, or when the process has started."""
-        self._job, job.decoder, self._sent = job, self, False
-        if self.ready:
-            self._loop.call_soon(self._send_job)
-
-    def _send_job(self) -> None:
-        if self._job is None or self._sent:
-            return  # it was cancelled in the same turn
-        self._sent, self._began_s = True, self._loop.time()
-        self._unsent.extend(map(memoryview, self._job.frame))
-        self._send()
-
-    def cancel(self) -> None:
-        """End the work: now if the process does not have it, else within `_CANCEL_S` of asking.
-
-        A process is not killed while its job, or itself, has just begun.
-        """
-        if self._killer is not None:
-            return
-        now_s = self._loop.time()
-        if self._sent:
-            self._unsent.append(memoryview(CANCEL))
-            kill_s = max(now_s + _CANCEL_S, self._began_s + _LEAST_RUN_S)
-            self._killer = self._loop.call_at(kill_s, self._kill)
-            self._send()
-        elif not self.ready and now_s > self._began_s + _START_S:
-            self._kill()
+    async def decode(self, job: Job) -> Decoded | ServiceError | None:
+        """The outcome; None if small work is large. Raises: likewise, KeyError, TypeError."""
+        self._began_s, self._is_sent = self._loop.time(), False
+        header = pickle.dumps((job.form, job.is_large))
+        start = HEAD.pack(len(header), len(job.body)) + header
+        if job.is_large:
+            await self._loop.sock_sendall(self._socket, start)
+            await self._loop.sock_sendall(self._socket, job.body)
         else:
-            job = self.take_job()
-            assert job is not None, "bug: no job to cancel"
-            self._pool.done(self, job, Cancelled("cancelled"))
-
-    def take_job(self) -> Job | None:
-        """The job, which is no longer this decoder's."""
-        job, self._job = self._job, None
-        return job
-
-    def end(self, *, kill: bool = False) -> None:
-        """Close the socket, at which the process ends, and perhaps kill it."""
+            await self._loop.sock_sendall(self._socket, start + job.body)
+        self._is_sent = True
         if self._killer is not None:
-            self._killer.cancel()
-        self._unsent.clear()
-        self._loop.remove_reader(self._socket.fileno())
-        if self._writing:
-            self._loop.remove_writer(self._socket.fileno())
-        self._socket.close()
-        if kill:
-            self._process.kill()
-        self._pool.reap(self._process)
-
-    def _kill(self) -> None:
-        self._lost(killed=True)
-
-    def _lost(self, *, killed: bool = False) -> None:
-        job = self.take_job()
-        self.end(kill=True)
-        self._pool.lost(self, job, killed=killed)
-
-    def _send(self) -> None:
-        left = _SENT_BYTES
-        try:
-            while self._unsent and left > 0:
-                piece = self._unsent[0]
-                sent = self._socket.send(piece[:left])
-                left -= sent
-                if sent < len(piece):
-                    self._unsent[0] = piece[sent:]
-                else:
-                    self._unsent.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._unsent.clear()  # its end is noticed by reading
-        if not self._unsent and self._job is not None:
-            self._job.frame.clear()  # the process has it
-        if bool(self._unsent) is not self._writing:
-            self._writing = not self._writing
-            if self._writing:
-                self._loop.add_writer(self._socket.fileno(), self._send)
-            else:
-                self._loop.remove_writer(self._socket.fileno())
-
-    def _readable(self) -> None:
-        try:
-            count = self._socket.recv_into(self._room)
-        except BlockingIOError:
-            return
-        except OSError:
-            count = 0
-        if not count:
-            self._lost()
-            return
-        self._room = self._room[count:]
-        if self._room:
-            return
-        try:
-            self._received()
-        except (ValueError, KeyError, TypeError) as exc:
-            # The decoded content may have compromised the process.
-            self._pool.log("a decoding process sent an invalid reply: %s", exc)
-            self._lost()
-
-    def _expect_head(self) -> None:
-        self._header = self._pixels = None
-        self._room = memoryview(self._head)
-
-    def _received(self) -> None:
-        """The part that was expected is complete. Raises: ValueError, KeyError, TypeError."""
-        job = self._job
-        if not self.ready:
-            if self._head != READY:
-                raise ValueError("a reply before it was ready")
-            self.ready = True
-            self._expect_head()
-            self._send_job()
-            return
-        if job is None:
-            raise ValueError("a reply to nothing")
-        if self._header is None:
-            header_bytes, pixel_bytes = HEAD.unpack(self._head)
-            rows, rest = divmod(pixel_bytes, PIXELS)
-            if rest or rows > job.max_images or not 0 < header_bytes <= MAX_HEADER_BYTES:
-                raise ValueError(f"{header_bytes} and {pixel_bytes} bytes")
-            self._header = bytearray(header_bytes)
-            self._pixels = np.empty((rows, HEIGHT, WIDTH), np.uint8)
-            self._room = memoryview(self._header)
-            return
-        assert self._pixels is not None, "bug: a header without its pixels"
-        if len(self._pixels) and self._room.obj is self._header:
-            self._room = memoryview(self._pixels.reshape(-1))  # type: ignore[arg-type]
-            return
-        outcome = self._outcome(orjson.loads(self._header), self._pixels)
-        self._expect_head()
-        self._job = None
+            self._ask_to_end()
+        header_bytes, pixel_bytes = HEAD.unpack(await self._receive(HEAD.size))
+        rows, rest = divmod(pixel_bytes, PIXELS)
+        if rest or rows > job.form.max_images or not 0 < header_bytes <= MAX_HEADER_BYTES:
+            raise ValueError(f"{header_bytes} and {pixel_bytes} bytes")
+        reply = orjson.loads(await self._receive(header_bytes))
+        images = np.empty((rows, HEIGHT, WIDTH), np.uint8)
+        if rows:
+            await self._fill(memoryview(images.reshape(-1)))  # type: ignore[arg-type]
         if self._killer is not None:
             self._killer.cancel()
             self._killer = None
-        self._pool.done(self, job, outcome)
+        if not isinstance(reply, dict):
+            raise ValueError("no JSON object")
+        if reply.get("large") is True and not job.is_large:
+            return None
+        if "error" in reply:
+            error = _error(*(str(reply["error"][key]) for key in ("code", "message", "field")))
+            error.asked = asked_from(reply["asked"], 0) if reply.get("asked") else None
+            return error
+        if not rows:
+            raise ValueError("neither images nor an error")
+        return Decoded(images, asked_from(reply["asked"], rows))
 
-    def _outcome(self, header: dict[str, Any], images: Images) -> Decoded | ServiceError:
-        if "error" not in header:
-            if not len(images):
-                raise ValueError("neither images nor an error")
-            return Decoded(images, asked_from(header["asked"], len(images)))
-        error = self._error(header)
-        if header.get("asked"):
-            error.asked = asked_from(header["asked"], 0)
-        return error
+    def cancel(self) -> None:
+        """Ask the process to end its work, and kill it if it has not within `_CANCEL_S`."""
+        if self._killer is not None:
+            return
+        kill_s = max(self._loop.time() + _CANCEL_S, self._began_s + _LEAST_RUN_S)
+        self._killer = self._loop.call_at(kill_s, self._kill)
+        if self._is_sent:
+            self._ask_to_end()
 
-    def _error(self, header: dict[str, Any]) -> ServiceError:
-        code, message, field = (str(header["error"][key]) for key in ("code", "message", "field"))
-        if code in _ERRORS:
-            return _ERRORS[code](message, field=field)
-        if code != "cancelled":
-            self._pool.log("a body could not be decoded: %s", message)
-        return ServiceError("internal error; see the server log")
+    def _ask_to_end(self) -> None:
+        with suppress(OSError):  # its end is noticed by reading
+            self._socket.send(CANCEL)
+
+    def _kill(self) -> None:
+        self.is_killed = True
+        self._process.kill()
+
+    async def end(self) -> None:
+        """Kill the process, and take its exit code."""
+        if self._killer is not None:
+            self._killer.cancel()
+        self._process.kill()
+        self._socket.close()
+        try:
+            while self.is_alive():  # noqa: ASYNC110 - it sets no event
+                await asyncio.sleep(_REAP_S)
+        finally:
+            if self._process.returncode is None:  # nobody waits for it any longer
+                self._process.returncode = -signal.SIGKILL
+
+    async def _receive(self, size: int) -> bytearray:
+        found = bytearray(size)
+        await self._fill(memoryview(found))
+        return found
+
+    async def _fill(self, rest: memoryview) -> None:
+        while rest:
+            count = await self._loop.sock_recv_into(self._socket, rest)
+            if not count:
+                raise EOFError
+            rest = rest[count:]
+
+
+def _error(code: str, message: str, field: str) -> ServiceError:
+    if code in _ERRORS:
+        return _ERRORS[code](message, field=field)
+    if code != "cancelled":
+        _log.error("a body could not be decoded: %s", message)
+    return ServiceError("internal error; see the server log")
 
 
 def _start(theirs: socket.socket, memory_bytes: int) -> subprocess.Popen[bytes]:

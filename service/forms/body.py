@@ -22,7 +22,6 @@ import numpy as np
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import UnsupportedMediaType, invalid, shown
-from service.forms.cost import body_cost_s
 from service.forms.form import BINARY, MAX_DOUBTS, NOTHING, Answered, Asked, Body, Content, Decoded
 from service.forms.multipart import media_type, no_file, parts_of
 from service.forms.pixel_json import check_count, json_images, sliced_json_images
@@ -120,10 +119,6 @@ class ImageForm:
     def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any body. Large JSON is parsed in slices, which takes a tenth of the memory."""
         return self._decode(body, between)
-
-    def cost_s(self, body: Body) -> float:
-        """Estimated seconds to decode it. Raises: TooLarge."""
-        return body_cost_s(self.content_type, body, self.max_picture_pixels)
 
     def write(self, asked: Asked, answered: Answered) -> Content:
         """Bytes or JSON, as the client prefers, with warnings of doubtful images in JSON."""

@@ -123,10 +123,6 @@ class Form(Protocol):
         """
         ...
 
-    def cost_s(self, body: Body) -> float:
-        """Estimated seconds that `decode` takes. Raises: TooLarge, for a picture that states it."""
-        ...
-
     def write(self, asked: Asked, answered: Answered) -> Content:
         """The content of the answer."""
         ...

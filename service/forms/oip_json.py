@@ -22,7 +22,6 @@ from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, TooLarge, invalid, shown
 from service.forms import advice
-from service.forms.cost import message_cost_s
 from service.forms.form import (
     BINARY,
     JSON,
@@ -112,10 +111,6 @@ class OipJsonForm:
     def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any body."""
         return Decoded(*read_infer_body(body, self.json_bytes, self.max_images))
-
-    def cost_s(self, body: Body) -> float:
-        """Estimated seconds to decode it."""
-        return message_cost_s(len(body))
 
     @span("encode")
     def write(self, asked: Asked, answered: Answered) -> Content:

@@ -13,7 +13,6 @@ from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, ServiceError, invalid, shown
 from service.forms import open_inference_pb2 as pb
-from service.forms.cost import message_cost_s
 from service.forms.form import Answered, Asked, Body, Content, Decoded, RequestedOutput
 from service.forms.proto_guard import read_infer_request, read_names, split
 from service.forms.tensors import (
@@ -66,10 +65,6 @@ class OipProtoForm:
     def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any message."""
         return Decoded(*decode_message(body, self.max_images))
-
-    def cost_s(self, body: Body) -> float:
-        """Estimated seconds to decode it."""
-        return message_cost_s(len(body))
 
     @span("encode")
     def write(self, asked: Asked, answered: Answered) -> Content:

@@ -24,7 +24,6 @@ import orjson
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities
 from service.errors import InvalidInput, invalid, shown
-from service.forms.cost import message_cost_s
 from service.forms.form import (
     JSON,
     NOTHING,
@@ -74,10 +73,6 @@ class TensorflowForm:
     def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any body."""
         return self._decode(body)
-
-    def cost_s(self, body: Body) -> float:
-        """Estimated seconds to decode it."""
-        return message_cost_s(len(body))
 
     @span("encode")
     def write(self, asked: Asked, answered: Answered) -> Content:

@@ -142,7 +142,7 @@ async def test_a_body_that_stalls_is_a_408_and_the_connection_is_closed(
 @pytest.fixture
 def one_slot(monkeypatch):
     """All that is decoded waits in one line for one decoder."""
-    monkeypatch.setattr(decoders, "CHEAP_S", -1.0)
+    monkeypatch.setattr(decoders, "SMALL_BYTES", -1)
 
 
 async def test_a_picture_is_answered_within_its_deadline_when_decoding_takes_longer(

@@ -94,7 +94,7 @@ def contents(**fields):
 @pytest.fixture
 def busy_decoder(monkeypatch):
     """Inside `busy_decoder(running)` the only decoder is busy."""
-    monkeypatch.setattr(decoders, "CHEAP_S", -1.0)
+    monkeypatch.setattr(decoders, "SMALL_BYTES", -1)
 
     @contextlib.contextmanager
     def busy(running):
