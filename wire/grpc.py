@@ -352,7 +352,7 @@ class GrpcStream(Exchange):
             size = len(message)
             body = b"\0" + size.to_bytes(4, "big") + message
             self.writer.http2.answer(self.stream, _BEGIN, body, _OK_BLOCK)
-            self._end(OK, size)
+            self._end(StatusCode.OK, size)
 
     def write(self, message: bytes) -> None:
         """One of several answers."""
@@ -382,28 +382,25 @@ class GrpcStream(Exchange):
             self.writer.http2.finish(self.stream, status.block())
         else:
             self.writer.http2.headers(self.stream, _BEGIN + status.block(), end=True)
-        self._end(status, self._sent_bytes)
+        self._end(status.code, self._sent_bytes)
 
     def refuse(self, error: Refusal) -> None:
         """End the call with the status that tells `error`."""
         self.end(self.writer.peer.policy.status(error))
 
-    def _end(self, status: Status, size: int) -> None:
-        self._forget()
-        ids, name = self.head.ids, status.code.name
-        if status.code is StatusCode.INTERNAL and ids:
-            method = self._method
-            _log.error("%s was answered with %s: %s", method, name, ids, extra=ids.fields)
-        if self.writer.peer.access is not None:
-            self.log(name, size, self._method, "grpc")
-
-    def _forget(self) -> None:
-        """The call is over. A cycle keeps this object until the collector comes."""
+    def _end(self, status: StatusCode, size: int) -> None:
+        # A cycle keeps this object until the collector comes, but not what it held.
         self.answered, self._call, self._message, self._unread = True, None, None, bytearray()
         if self._inflater is not None:
             self._forget_inflater()
         if self.may_give_way:
             self.writer.places.endless_calls.close(self)
+        ids = self.head.ids
+        if status is StatusCode.INTERNAL and ids:
+            found = self._method, status.name, ids
+            _log.error("%s was answered with %s: %s", *found, extra=ids.fields)
+        if self.writer.peer.access is not None:
+            self.log(status.name, size, self._method, "grpc")
 
     @property
     def _method(self) -> str:
@@ -414,11 +411,10 @@ class GrpcStream(Exchange):
     def cancel(self) -> None:
         """The client is gone."""
         call = self._call
-        self._forget()
-        super().sent()
         if call is not None:
+            self._end(StatusCode.CANCELLED, 0)
             call.cancel()
-            self.log("CANCELLED", 0, self._method, "grpc")
+        super().sent()
 
     def fail(self, error: Refusal) -> None:
         """End the call with `error`."""

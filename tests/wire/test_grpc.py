@@ -64,10 +64,10 @@ class Client(Transport):
     `window`: of its stream for answers.
     """
 
-    def __init__(self, call, encoding="identity", window=65_535):
+    def __init__(self, call, encoding="identity", window=65_535, is_endless=False):
         super().__init__()
         self.loop, self.got, self.body = Turns(), [], b""
-        method = Method(timeout_s_of, call.open)
+        method = Method(timeout_s_of, call.open, is_endless=is_endless)
         self.door = HttpService(
             {}, Budget(1 << 30), methods={b"/a.B/C": method}, gate=Gate(policy=POLICY)
         )
@@ -547,14 +547,17 @@ def test_the_field_of_an_error_and_the_time_to_a_retry_are_metadata():
 
 
 def test_a_cancelled_call_writes_nothing():
-    client = Client(call := Calls(many=True)).send(ABC[:6]).turn()
+    client = Client(call := Calls(many=True), is_endless=True).send(ABC[:6]).turn()
+    places = client.door.places
     assert call.heard == ["wait"]
+    assert (places.streams.count, places.endless_calls.count) == (1, 1)
     client.h2.reset_stream(1)
     client.turn()
     for step in (call.exchange.cancel, call.exchange.end, lambda: call.exchange.write(b"de")):
         step()
     client.turn()
     assert call.heard == ["wait", "cancelled"]
+    assert (places.streams.count, places.endless_calls.count) == (0, 0)
     assert client.got == []
 
 
