@@ -346,23 +346,6 @@ async def test_a_body_longer_than_its_length_is_refused(open_door, pieces):
         assert error(response) == (400, "invalid_input", words)
 
 
-# Time
-
-
-@pytest.mark.parametrize("pieces", [(), (ONE,), (bytes(300_000),)], ids=len)
-async def test_a_body_that_does_not_come_in_time_is_refused(open_door, pieces):
-    end = asyncio.Event()  # until then this client reads no answer
-    async with open_door() as opened:
-        body = slowly(*pieces, end=end)
-        headers = {**BYTES, "X-Request-Timeout-Ms": "100"}
-        post = asyncio.create_task(opened.client.post("/predict", content=body, headers=headers))
-        await opened.until({"body_timeout": 1})
-        end.set()
-        size = sum(map(len, pieces))
-        words = f"body: got {size} bytes in 0.1 s, expected the whole body"
-        assert error(await post) == (408, "body_timeout", words)
-
-
 # Limits
 
 

@@ -107,6 +107,11 @@ BAD = {
 }
 
 
+@pytest.mark.states(
+    "limits",
+    "images in a request; bytes of its body or of a gRPC message",
+    found="as many images as are set, and one more",
+)
 @pytest.mark.parametrize(("ask", "code", "field", "words"), BAD.values(), ids=BAD)
 async def test_a_bad_request_is_refused_in_the_same_words_and_the_next_is_answered(
     opened, door, device, ask, code, field, words
@@ -123,13 +128,25 @@ LARGE = Ask(images(60))
 """47,040 bytes of pixels, 62,720 in base64."""
 
 
+@pytest.mark.states(
+    "limits",
+    "images in a request; bytes of its body or of a gRPC message",
+    found="a message of as many bytes as are set, and one that announces a byte more",
+)
 async def test_a_body_that_is_too_large_is_refused_before_it_has_come(opened, door, device):
-    async with opened(max_body_bytes=40_000) as service:
-        client = await service.begin(LARGE, held_back=40_000)
-        words = " bytes, expected at most 40000 bytes"
-        door.assert_refused(await service.end(client), "too_large", words, field="content")
-        await service.assert_counted(too_large=1)
-    assert device.rows == 0
+    prefix = 5 if door.form.protocol == "grpc" else 0  # of a message, which the limit leaves out
+    size = len(door.form.message(LARGE).body) - prefix
+    for most, counted in ((size, {"ok": 1}), (size - 1, {"too_large": 1})):
+        async with opened(max_body_bytes=most) as service:
+            client = await service.begin(LARGE, held_back=40_000)
+            if most < size:
+                words = f"got {size} bytes, expected at most {most} bytes"
+                door.assert_refused(await service.end(client), "too_large", words, field="content")
+            else:
+                client.send_rest()
+                assert (await service.end(client)).version == "3"
+            await service.assert_counted(**counted)
+    assert device.rows == len(LARGE.images)
 
 
 async def test_a_body_of_unknown_length_in_one_piece_has_the_limit_too(opened, door, device):
@@ -157,6 +174,9 @@ async def test_a_key_is_needed_where_there_are_keys(opened, door, device):
         await service.assert_counted(unauthorized=4, ok=2)
 
 
+@pytest.mark.states(
+    "limits", "images waiting for one model", found="requests behind a batch that is held"
+)
 async def test_a_queue_without_room_refuses_by_images_and_says_when_to_come_back(
     opened, door, device
 ):
@@ -190,6 +210,11 @@ async def test_a_body_that_memory_has_no_room_for_is_refused_until_there_is(open
 # Deadlines
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_rows_dropped_total`: late",
+    found="images of a request whose deadline passed behind a batch that was held",
+)
 async def test_images_behind_others_are_dropped_at_their_deadline_and_not_computed(
     opened, door, device
 ):
@@ -206,6 +231,9 @@ async def test_images_behind_others_are_dropped_at_their_deadline_and_not_comput
         await service.assert_counted(deadline_exceeded=1, ok=2)
 
 
+@pytest.mark.states(
+    "limits", "time from arrival to answer", found="requests behind a batch that is held for ever"
+)
 @pytest.mark.parametrize("asked_ms", [None, 3_600_000])
 async def test_the_deadline_of_the_service_holds_whatever_is_asked_for(opened, door, asked_ms):
     async with opened(request_timeout_ms=20) as service:
@@ -215,6 +243,7 @@ async def test_the_deadline_of_the_service_holds_whatever_is_asked_for(opened, d
         await service.assert_counted(deadline_exceeded=1)
 
 
+@pytest.mark.states("limits", "time from arrival to answer", found="a body that does not come")
 async def test_a_body_that_does_not_come_is_given_up_at_the_deadline(opened, door, device):
     async with opened(request_timeout_ms=100) as service:
         outcome = await service.end(await service.begin(held_back=100))
@@ -226,6 +255,11 @@ async def test_a_body_that_does_not_come_is_given_up_at_the_deadline(opened, doo
 # Clients that leave
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_rows_dropped_total`: cancelled",
+    found="images of a client that left behind a batch that was held",
+)
 async def test_images_of_a_client_that_leaves_are_not_computed(opened, door, device):
     async with opened() as service:
         accepted = await service.fill(1)

@@ -13,7 +13,17 @@ from lenet.errors import (
     OutOfDeviceMemory,
 )
 from service import errors
-from service.errors import STARTUP_ERRORS, CannotListen, ExitCode, ServiceError, exit_code
+from service.errors import (
+    GRPC_STATUS,
+    STARTUP_ERRORS,
+    STATUS,
+    CannotListen,
+    ExitCode,
+    ServiceError,
+    exit_code,
+)
+from service.observe.traces import FAULTS
+from wire.errors import Refusal
 
 
 def every(kind=ServiceError):
@@ -24,6 +34,16 @@ def every(kind=ServiceError):
 def test_the_tree_in_the_docstring_is_the_tree():
     for kind in (*every(), CannotListen):
         assert kind.__name__ in errors.__doc__
+
+
+def test_every_error_has_a_status_over_http_and_grpc_and_traces_know_whose_fault_it_is():
+    def codes(kind):
+        return {kind.code}.union(*map(codes, kind.__subclasses__()))
+
+    assert codes(Refusal) == set(STATUS) == set(GRPC_STATUS)
+    assert 422 not in STATUS.values()
+    assert {code for code, status in STATUS.items() if status >= 500} == FAULTS
+    assert GRPC_STATUS["invalid_input"] == "INVALID_ARGUMENT"
 
 
 @pytest.mark.parametrize(

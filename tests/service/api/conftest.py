@@ -1,23 +1,23 @@
-"""The service in this process, on a real port."""
+"""The service in this process on a real port, for HTTP and gRPC, and a device that can be held."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from contextlib import asynccontextmanager
 
+import grpc
 import httpx
 import numpy as np
 import orjson
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from lenet.context import ExecutionContext
+from benchmarks.grpc_stub import Stub
 from service.api.schemas import ErrorResponse
 from service.assembly import open_service
-from service.engine.batcher import Batcher
+from service.forms import open_inference_pb2 as pb
 from service.settings import Settings
+from tests.conformance.conftest import Device
 from tests.service_process import PATIENCE_S
 from tests.wire.doors import until
 from wire.door import HttpService
@@ -26,16 +26,18 @@ from wire.server import HttpServer
 
 
 class Served:
-    """A service on a port, and a client of it."""
+    """A service on a port, and a client of its HTTP.
 
-    def __init__(self, service, settings, client, door, port):
-        self.service = service
-        self.app = service.app
-        self.models = service.models
-        self.settings = settings
-        self.client = client
-        self.door = door
-        self.port = port
+    Attributes:
+        in_time: the requests that are queued or computed, or whose bodies arrive.
+    """
+
+    def __init__(self, service, settings, client, door, server, port):
+        self.service, self.settings, self.client = service, settings, client
+        self.app, self.models, self.budget = service.app, service.models, service.budget
+        self.door, self.server, self.port = door, server, port
+        requests = service.fast_routes[b"POST", b"/predict"].requests
+        self.in_time, self.decoders = requests.deadlines._waiting, requests.decoders
 
     async def post(self, body, content_type="application/octet-stream", query="", **headers):
         """`post(body, type, "?model=lenet", x_request_timeout_ms="5")`."""
@@ -44,23 +46,36 @@ class Served:
             f"/predict{query}", content=body, headers={"Content-Type": content_type, **named}
         )
 
-    async def families(self):
-        response = await self.client.get("/metrics")
-        assert response.status_code == 200
-        return {family.name: family for family in text_string_to_metric_families(response.text)}
+    @asynccontextmanager
+    async def connect(self, *options):
+        """A client of its gRPC with a connection of its own, and its `channel`."""
+        options = ("grpc.use_local_subchannel_pool", 1), *options
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}", options) as channel:
+            stub = Stub(channel)
+            stub.channel = channel
+            yield stub
 
-    async def value(self, name, **labels):
-        """The sample `name` with exactly `labels`, 0 where there is none."""
-        samples = [s for family in (await self.families()).values() for s in family.samples]
-        found = [s.value for s in samples if (s.name, s.labels) == (name, labels)]
-        assert len(found) <= 1
-        return found[0] if found else 0
+    def samples(self):
+        self.service.metrics.flush()
+        return [one for family in self.service.metrics.collect() for one in family.samples]
 
-    async def requests(self, outcome):
+    def value(self, name, **labels):
+        """The sum of the samples `name` with these labels."""
+        return sum(
+            one.value
+            for one in self.samples()
+            if one.name == name and labels.items() <= one.labels.items()
+        )
+
+    def requests(self, outcome, **labels):
         """How many requests ended with `outcome`, of all models."""
-        family = (await self.families())["lenet_requests"]
-        labels = {"protocol": "http", "outcome": outcome}
-        return sum(s.value for s in family.samples if labels.items() <= s.labels.items())
+        return self.value("lenet_requests_total", outcome=outcome, **labels)
+
+    async def stop(self, timeout_s):
+        """Stop like the service; what is open after `timeout_s` is dropped."""
+        self.server._stop_timeout_s = timeout_s
+        self.server.stop()
+        await self.serving
 
 
 @pytest.fixture
@@ -75,12 +90,17 @@ def open_app(weights):
     """`open_app(max_images=2)`: an async context manager that gives a `Served`."""
 
     @asynccontextmanager
-    async def open_(**changes):
+    async def open_(write_timeout_s=30.0, **changes):
         options = {"weights": weights, "default_model": "tiny", "max_batch_rows": 4, **changes}
         settings = Settings(port=0, grpc_port=0, **options)
         async with open_service(settings, grpc_port=0) as service:
             door = HttpService(
-                service.fast_routes, service.budget, gate=service.gate, app=service.app
+                service.fast_routes,
+                service.budget,
+                gate=service.gate,
+                methods=service.methods,
+                write_timeout_s=write_timeout_s,
+                app=service.app,
             )
             refused = service.metrics.connection_refused
             server = HttpServer(door, settings.drain_timeout_s, refused)
@@ -89,23 +109,19 @@ def open_app(weights):
                 listener.listen()
                 port = listener.getsockname()[1]
                 serving = asyncio.create_task(server.serve([listener]))
-                url = f"http://127.0.0.1:{port}"
-                try:
-                    async with httpx.AsyncClient(
-                        base_url=url, trust_env=False, verify=False, timeout=PATIENCE_S
-                    ) as client:
-                        yield Served(service, settings, client, door, port)
-                finally:
-                    server.stop()
-                    await serving
+                url, options = f"http://127.0.0.1:{port}", {"trust_env": False, "verify": False}
+                options["timeout"] = PATIENCE_S
+                async with httpx.AsyncClient(base_url=url, **options) as client:
+                    served = Served(service, settings, client, door, server, port)
+                    served.serving = serving
+                    try:
+                        yield served
+                    finally:
+                        server.stop()
+                        await serving
             await settled(service)
 
     return open_
-
-
-@pytest.fixture
-def listen(open_app):
-    return open_app
 
 
 async def settled(service):
@@ -114,7 +130,7 @@ async def settled(service):
     await until(
         lambda: not predict.requests.budget.held_bytes and not predict.requests.deadlines._waiting
     )
-    await until(lambda: not any(model._unanswered() for model in service.models.served))
+    await until(lambda: not any(batcher._unanswered() for batcher in service.models.served))
 
 
 @pytest.fixture
@@ -123,58 +139,40 @@ async def served(open_app):
         yield served
 
 
-class Hold:
-    """Batches that have begun wait for `release`; `submitted` counts requests at the queue."""
-
-    def __init__(self, monkeypatch):
-        run, enqueue, end = ExecutionContext.run, Batcher.enqueue, Batcher._end
-        self._begun = threading.Semaphore(0)
-        self._released = threading.Event()
-        self._submitted = asyncio.Semaphore(0)
-        self._left = asyncio.Semaphore(0)
-
-        def held_run(context, images):
-            self._begun.release()
-            assert self._released.wait(PATIENCE_S), "nobody released the batch"
-            return run(context, images)
-
-        def watched_enqueue(batcher, *arguments):
-            request = enqueue(batcher, *arguments)
-            self._submitted.release()
-            return request
-
-        def watched_end(batcher, request):
-            end(batcher, request)
-            self._left.release()
-
-        monkeypatch.setattr(ExecutionContext, "launch", lambda context, images: None)
-        monkeypatch.setattr(ExecutionContext, "run", held_run)
-        monkeypatch.setattr(Batcher, "enqueue", watched_enqueue)
-        monkeypatch.setattr(Batcher, "_end", watched_end)
-
-    def release(self):
-        self._released.set()
-
-    async def begun(self):
-        """Wait until one more batch is on its context."""
-        assert await asyncio.to_thread(self._begun.acquire, timeout=PATIENCE_S)
-
-    async def submitted(self):
-        """Wait until one more request stands in the queue."""
-        async with asyncio.timeout(PATIENCE_S):
-            await self._submitted.acquire()
-
-    async def left(self):
-        """Wait until one more request has its answer or gave up."""
-        async with asyncio.timeout(PATIENCE_S):
-            await self._left.acquire()
+@pytest.fixture
+def open_grpc(open_app, weights, random_weights):
+    """`open_grpc(max_images=100)` serves the models tiny, the default one, and mlp."""
+    (weights / "mlp").mkdir()
+    random_weights("mlp").write(weights / "mlp/3.safetensors")
+    options = {"contexts": 1, "max_batch_rows": 16, "max_images": 64, "max_queue_rows": 256}
+    options |= {"max_body_bytes": 1 << 20, "decoders": 2, "max_in_flight_bytes": 1 << 22}
+    return lambda **changes: open_app(**options | {"hang_timeout_s": 60.0} | changes)
 
 
 @pytest.fixture
-def hold(monkeypatch):
-    hold = Hold(monkeypatch)
-    yield hold
-    hold.release()
+async def running(open_grpc):
+    async with open_grpc() as running:
+        yield running
+
+
+@pytest.fixture
+async def stub(running):
+    async with running.connect() as stub:
+        yield stub
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device(monkeypatch)
+    yield device
+    device.release()
+
+
+async def failure(call):
+    """The error that a call of gRPC ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
 
 
 @pytest.fixture
@@ -206,3 +204,17 @@ def images():
 def one(images):
     """784 bytes."""
     return images[0].tobytes()
+
+
+@pytest.fixture
+def raw_request(images):
+    """`raw_request(rows=5, **fields)`: the images as raw UINT8, with fields replaced."""
+
+    def make(rows=5, **fields):
+        tensor = pb.ModelInferRequest.InferInputTensor(
+            name="image", datatype="UINT8", shape=(rows, 28, 28)
+        )
+        raw = [images[:rows].tobytes()]
+        return pb.ModelInferRequest(**{"inputs": [tensor], "raw_input_contents": raw, **fields})
+
+    return make

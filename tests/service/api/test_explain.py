@@ -174,7 +174,7 @@ async def test_a_wrong_parameter_is_a_400_that_names_it(served, post, refusal, o
         error = refusal(await post(one, query=f"?{query}"), 400, "invalid_input")
         assert error.field == field
         assert words in error.message
-    assert await served.requests("invalid_input") == len(WRONG_QUERIES)
+    assert served.requests("invalid_input") == len(WRONG_QUERIES)
 
 
 @pytest.mark.states(
@@ -220,11 +220,11 @@ async def test_an_explanation_is_counted_apart_from_predictions(served, post, on
         *("decode", "queue", "compute", "encode", "total", "batch")
     ]
     assert timing.endswith('batch;desc="1"')
-    assert await served.value("lenet_explanation_duration_seconds_count") == 1
-    assert await served.value("lenet_request_duration_seconds_count", protocol="http") == 0
-    assert await served.value("lenet_stage_duration_seconds_count", stage="compute") == 0
-    assert await served.value("lenet_images_total", model="tiny", version="3") == 0
-    assert await served.requests("ok") == 0
+    assert served.value("lenet_explanation_duration_seconds_count") == 1
+    assert served.value("lenet_request_duration_seconds_count", protocol="http") == 0
+    assert served.value("lenet_stage_duration_seconds_count", stage="compute") == 0
+    assert served.value("lenet_images_total", model="tiny", version="3") == 0
+    assert served.requests("ok") == 0
 
 
 @pytest.mark.states(
@@ -241,13 +241,13 @@ async def test_too_many_explanations_are_a_429_and_predictions_go_on(
     error = refusal(await refused, 429, "overloaded")
     assert error.message == f"{most} explanations wait, and no more may; try again later"
     assert (await refused).headers["retry-after"] == "1"
-    assert await served.requests("overloaded") == 1
+    assert served.requests("overloaded") == 1
     assert (await served.post(one)).status_code == 200
     in_time = served.service.fast_routes[b"POST", b"/predict"].requests.deadlines._waiting
     left = accepted.pop()
     left.cancel()
     await until(lambda: len(in_time) == most)
-    assert await served.requests("cancelled") == 1
+    assert served.requests("cancelled") == 1
     accepted.add(asyncio.create_task(post(one)))
     held.release()
     assert [one.status_code for one in await asyncio.gather(*accepted)] == [200] * (1 + most)
@@ -260,7 +260,7 @@ async def test_a_deadline_ends_one_that_waits_and_one_that_is_computed(
     for response in await asyncio.gather(*asked):
         error = refusal(response, 504, "deadline_exceeded")
         assert error.message == "no answer within 40 ms"
-    assert await served.requests("deadline_exceeded") == 2
+    assert served.requests("deadline_exceeded") == 2
     held.release()
     answer(await post(one))
     assert held.begun == 2  # the one that waited never began
@@ -282,7 +282,7 @@ async def test_a_client_that_leaves_ends_its_explanation(
         computed.cancel()
         waiting.cancel()
         await until(lambda: len(in_time) == 1)
-        assert await served.requests("cancelled") == 2
+        assert served.requests("cancelled") == 2
         held.release()
         layers = answer(await last).layers
     assert (held.begun, held.layers) == (2, 1 + len(layers))

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from service.errors import InvalidInput, TooLarge
 from service.forms.tensors import (
@@ -229,32 +228,3 @@ def test_a_classification_has_the_best_classes_as_text(count, columns):
     expected = [one for row in rows for one in row[:columns]]
     assert tensor.values == expected
     assert tensor.to_bytes() == b"".join(len(one).to_bytes(4, "little") + one for one in expected)
-
-
-sizes = st.sampled_from([-1, 0, 1, 2, 3, 28, 784, 2**31, 2**62, 2**63 - 1]) | st.integers()
-shapes = st.lists(sizes, max_size=6) | st.sampled_from(
-    [make(n) for make in SHAPES.values() for n in (1, 2, 3, 17)]
-)
-counts = st.sampled_from([0, 1, 783, 784, 785, 1568, 2352, 3136, 6272])
-arrays = st.builds(
-    lambda count, dtype, value: np.full(count, value).astype(dtype),
-    counts,
-    st.sampled_from([np.uint8, np.uint32, np.int64]),
-    st.integers(0, 255) | st.integers(0, 2**31),
-) | st.builds(
-    lambda count, dtype, value: np.full(count, value, dtype),
-    counts,
-    st.sampled_from([np.float32, np.float64]),
-    st.integers(0, 255) | st.floats(width=32),
-)
-raw = st.binary(max_size=32) | st.builds(
-    lambda count, value: bytes([value]) * count, counts, st.integers(0, 255)
-)
-tensors = st.builds(
-    InputTensor,
-    name=st.just("image") | st.text(max_size=8),
-    datatype=st.sampled_from(["UINT8", "FP32"]) | st.text(max_size=8),
-    shape=shapes,
-    data=raw | arrays,
-    source=st.just("data"),
-)

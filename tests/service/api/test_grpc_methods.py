@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 
 import grpc
@@ -15,18 +16,13 @@ from benchmarks.grpc_stub import health_stub
 from service.api import health_pb2, reflection_pb2
 from service.api.grpc_methods import HealthServicer
 from service.forms import open_inference_pb2 as pb
+from tests.service.api.conftest import failure
 from tests.service_process import PATIENCE_S, grpc_call
 
 SERVICE = "inference.GRPCInferenceService"
 Check = health_pb2.HealthCheckRequest
 Status = health_pb2.HealthCheckResponse.ServingStatus
 Question = reflection_pb2.ServerReflectionRequest
-
-
-async def failure(call):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
 
 
 async def health(stub, service=""):
@@ -241,3 +237,38 @@ async def test_an_unexpected_error_is_logged_and_hidden(stub, running, monkeypat
         assert error.code() is grpc.StatusCode.INTERNAL
         assert error.details() == "internal error; see the server log"
     assert caplog.text.count("RuntimeError: secret of /srv") == 3
+
+
+async def test_a_model_that_is_replaced_is_ready_and_described_in_its_new_version(
+    running, stub, raw_request, tiny, random_weights
+):
+    new = {"version": "4", "weights": random_weights(tiny, 5)}
+    file = dataclasses.replace(running.models.get().version, **new)
+    assert await running.models.get().replace(file) is None
+    response = await stub.ModelInfer(raw_request())
+    assert (response.model_name, response.model_version) == ("tiny", "4")
+    for name, version, ready in (
+        *(("tiny", "4", True), ("tiny", "3", False), ("mlp", "", True), ("mlp", "3", True)),
+        *(("mlp", "4", False), ("vgg", "", False)),
+    ):
+        asked = pb.ModelReadyRequest(name=name, version=version)
+        assert (await stub.ModelReady(asked)).ready == ready
+    metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"))
+    assert (metadata.name, list(metadata.versions)) == ("tiny", ["4"])
+    assert metadata.platform == "lenet_safetensors"
+    described = [
+        (tensor.name, tensor.datatype, list(tensor.shape))
+        for tensor in (*metadata.inputs, *metadata.outputs)
+    ]
+    assert described == [
+        ("image", "UINT8", [-1, 28, 28]),
+        ("probabilities", "FP32", [-1, 10]),
+        ("label", "INT64", [-1]),
+    ]
+
+
+async def test_triton_s_additions_are_unimplemented_when_called(stub):
+    call = stub.channel.unary_unary("/inference.GRPCInferenceService/SystemSharedMemoryRegister")
+    error = await failure(call(b""))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "Service/SystemSharedMemoryRegister', expected one that" in error.details()

@@ -1,4 +1,4 @@
-"""Messages of ModelInfer that are refused; test_open_inference has the tensors."""
+"""Messages of ModelInfer that are refused; test_tensors has the tensors."""
 
 from __future__ import annotations
 
@@ -66,3 +66,19 @@ def test_images_of_a_message_that_came_in_pieces_are_not_copied():
     body = bytearray(request.SerializeToString())
     decoded = OipProtoForm(1000).decode_now(body)
     assert np.shares_memory(decoded.images, np.frombuffer(body, np.uint8))
+
+
+def test_only_large_typed_messages_are_left_to_a_decoding_process():
+    def message(rows, raw=False):
+        numbers = (
+            {} if raw else {"contents": pb.InferTensorContents(uint_contents=[1] * rows * 784)}
+        )
+        tensor = Tensor(name="image", datatype="UINT8", shape=(rows, 28, 28), **numbers)
+        contents = [bytes(784 * rows)] if raw else []
+        request = pb.ModelInferRequest(inputs=[tensor], raw_input_contents=contents)
+        return request.SerializeToString()
+
+    form = OipProtoForm(1000)
+    assert len(form.decode_now(message(80)).images) == 80
+    assert form.decode_now(message(90)) is None
+    assert len(form.decode_now(message(1000, raw=True)).images) == 1000

@@ -1,4 +1,4 @@
-"""Bodies of the Open Inference Protocol that are refused; test_open_inference has the tensors."""
+"""Bodies of the Open Inference Protocol that are refused; test_tensors has the tensors."""
 
 from __future__ import annotations
 
