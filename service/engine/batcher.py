@@ -102,7 +102,10 @@ class Batcher:
         if nvtx.active:
             request.queue_range = nvtx.begin("queue")
         self._deadlines.add(request, self._expire)
-        self._schedule()
+        # Not at once: every request that arrives in this turn of the loop joins the batch.
+        if not self._dispatching:
+            self._dispatching = True
+            self._loop.call_soon(self._dispatch)
 
     def cancel(self, request: Work) -> None:
         """Nobody waits for `request` any more: take its waiting rows out of the queue."""
@@ -178,7 +181,6 @@ class Batcher:
             self._schedule()  # rows may have waited for this context
 
     def _schedule(self) -> None:
-        """Dispatch soon: every request that arrives in this turn of the loop joins the batch."""
         if not self._dispatching:
             self._dispatching = True
             self._loop.call_soon(self._dispatch)
@@ -194,7 +196,8 @@ class Batcher:
             self._loop.call_soon(self._dispatch)
             return
         self._dispatching = False
-        while (due := self._queue.cut_due_s()) is not None:
+        while self._queue.rows:
+            due = self._queue.cut_due_s()
             if due > self._clock() and not self.closed:
                 if self._timer is not None:
                     self._timer.cancel()

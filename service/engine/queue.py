@@ -214,10 +214,8 @@ class BatchQueue:
         self.rows -= waiting
         return waiting
 
-    def cut_due_s(self) -> float | None:
-        """Time from which `cut` is due, perhaps in the past; None if nothing waits."""
-        if not self.rows:
-            return None
+    def cut_due_s(self) -> float:
+        """Time from which `cut` is due, perhaps in the past. Something must wait."""
         first_s = next(iter(self._split or self._whole)).arrived_s
         return first_s if self.rows >= self.max_batch_rows else first_s + self._max_wait_s
 

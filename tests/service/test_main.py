@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -154,19 +153,6 @@ def test_a_wrong_flag_is_one_line(started, capsys, arguments, sentence):
 
 
 # In a process of its own
-
-
-def test_the_service_answers_and_stops_with_0_on_a_signal(start):
-    service = start().ready()
-    assert service.get("/readyz")[0] == 200
-    answer = json.loads(service.predict()[1])
-    assert len(answer["predictions"][0]["probabilities"]) == 10
-    assert json.loads(service.get("/info")[1])["default_model"] == "lenet"
-    service.signal()
-    assert service.wait() == ExitCode.STOPPED
-    assert service.lines[-1].endswith("stopped")
-    assert "WARNING" not in service.log
-    assert "ERROR" not in service.log
 
 
 def test_a_gpu_that_is_not_there_ends_the_process_with_4_and_one_sentence(start, monkeypatch):

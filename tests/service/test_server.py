@@ -113,14 +113,6 @@ def test_the_ports_are_checked_before_the_work_of_the_start(tmp_path, caplog):
     gc.collect()  # warns of a listener that was left open
 
 
-def test_a_start_that_fails_is_one_line_and_a_code(tmp_path, caplog):
-    settings = Settings(port=0, grpc_port=0, weights=tmp_path / "nowhere")
-    assert run(settings) is ExitCode.WEIGHTS
-    (record,) = caplog.records
-    assert record.message.startswith(f"{tmp_path / 'nowhere'}: no such folder; ")
-    assert record.exc_info is None
-
-
 @pytest.mark.parametrize("sticky", [False, True])
 def test_a_device_that_fails_at_the_start_is_one_line_and_a_code(
     settings, monkeypatch, caplog, sticky
@@ -179,6 +171,7 @@ def test_it_says_once_when_it_is_ready_and_connections_that_come_all_at_once_are
     service.signal()
     assert service.wait() == ExitCode.STOPPED
     assert "ERROR" not in service.log
+    assert "WARNING" not in service.log
 
 
 def test_uvicorn_answers_every_connection_of_its_port(start):

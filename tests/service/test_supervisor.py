@@ -326,7 +326,7 @@ def the_first_loses_its_gpu(made):
     ids=["one", "of two GPUs one after the other", "while a replacement waits"],
 )
 def test_under_mps_neighbours_of_a_lost_gpu_are_ended_before_any_is_replaced(
-    spawned, settings, monkeypatch, changes, codes, running
+    spawned, settings, monkeypatch, caplog, changes, codes, running
 ):
     found = spawned(*codes)
     monkeypatch.setattr(supervisor, "SAME_FAULT_S", 0.3)
@@ -338,6 +338,7 @@ def test_under_mps_neighbours_of_a_lost_gpu_are_ended_before_any_is_replaced(
     changes = {"drain_timeout_s": 0.0, **changes}
     assert supervise(settings.model_copy(update=changes)) is ExitCode.ADDRESS
     assert found == running
+    assert "no sign of life" not in caplog.text, "it was ended for another reason"
 
 
 def test_an_unexpected_error_is_no_exit_code(settings, monkeypatch):

@@ -172,7 +172,7 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("fake-")]
 
 
-def start(worker: Worker, value: int, weights: str = "served", rows: int = 1):
+def start(worker: Worker, value: int, weights: str = "served"):
     """A future of the batch's result."""
     future = asyncio.get_running_loop().create_future()
 
@@ -182,30 +182,12 @@ def start(worker: Worker, value: int, weights: str = "served", rows: int = 1):
         else:
             future.set_result(outcome)
 
-    parts = [np.full((1, 28, 28), value, np.uint8) for _ in range(rows)]
-    worker.run(parts, weights, on_done)
+    worker.run([np.full((1, 28, 28), value, np.uint8)], weights, on_done)
     return future
 
 
 async def value(worker: Worker, *arguments: object) -> float:
     return (await asyncio.wait_for(start(worker, *arguments), PATIENCE_S)).probabilities[0, 0]
-
-
-async def test_each_context_lives_on_one_thread_when_made_driven_and_closed(stage):
-    async with opened(stage.pool(3)) as pool:
-        assert sorted(threads()) == ["fake-0", "fake-1", "fake-2"]
-        workers = [pool.acquire() for _ in range(3)]
-        results = [start(worker, number, rows=2) for number, worker in enumerate(workers, 1)]
-        for number, result in enumerate(await asyncio.gather(*results), 1):
-            np.testing.assert_array_equal(result.probabilities, np.full((2, 10), number))
-            assert (result.computed_rows, result.captured, result.device_s) == (8, True, 0.25)
-    assert threads() == []
-    used = [set(context.threads) for context in stage.made]
-    assert [len(context.threads) for context in stage.made] == [4, 4, 4]
-    assert all(len(idents) == 1 for idents in used)
-    assert len(set.union(*used)) == 3
-    assert threading.get_ident() not in set.union(*used)
-    assert all(context.closed for context in stage.made)
 
 
 # The pool

@@ -194,16 +194,13 @@ class QueueAgainstModel(RuleBasedStateMachine):
     def agree(self) -> None:
         assert self.queue.rows == self.waiting_rows()
         assert len(self.queue) == len(self.line)
-        due = self.queue.cut_due_s()
-        if not self.line:
-            assert due is None
-        elif self.waiting_rows() >= self.max_rows:
-            assert due <= self.now
-        else:
+        if self.waiting_rows() >= self.max_rows:
+            assert self.queue.cut_due_s() <= self.now
+        elif self.line:
             first = next(
                 (item for item in self.all if item.gone and item in self.line), self.line[0]
             )
-            assert due == first.request.arrived_s + 2
+            assert self.queue.cut_due_s() == first.request.arrived_s + 2
         for item in self.all:
             assert item.gone == list(range(item.request.cut_rows)), "lost, doubled or reordered"
 

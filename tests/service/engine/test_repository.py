@@ -401,63 +401,31 @@ RAW = "application/octet-stream"
 REPOSITORY_ROW = "bytes of a request to the repository; characters of an `id`; classifications"
 MOST_BYTES = int(documented(REPOSITORY_ROW)[0])
 IMAGES = np.random.default_rng(7).integers(0, 256, (3, 28, 28), np.uint8)
+READY, UNLOADED = ("READY", ""), ("UNAVAILABLE", "unloaded")
 
 
-class Administrator:
-    """A client of the repository, over one transport; answers are (status, message)."""
-
-    def __init__(self, service, key=ADMIN):
-        self.service = service
-        self.headers = {"authorization": f"Bearer {key}"} if key else {}
-
-
-class OverHttp(Administrator):
-    OK, BAD, UNKNOWN = 200, 400, 404
-
-    def ask(self, path, **document):
-        body = json.dumps(document)
-        with contextlib.closing(HTTPConnection("127.0.0.1", self.service.port)) as connection:
-            connection.request("POST", f"/v2/repository/{path}", body, self.headers)
-            response = connection.getresponse()
-            text = response.read()
-            found = json.loads(text) if text else ""
-            return response.status, found["error"] if type(found) is dict else found
-
-    def index(self, ready=False):
-        status, rows = self.ask("index", ready=ready)
-        assert status == 200
-        return {(row["name"], row["version"]): (row["state"], row["reason"]) for row in rows}
-
-    def load(self, name):
-        return self.ask(f"models/{name}/load")
-
-    def unload(self, name):
-        return self.ask(f"models/{name}/unload", parameters={"unload_dependents": True})
+def ask(service, path, body="{}"):
+    """The status, and the message of an error or what was asked for."""
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    with contextlib.closing(HTTPConnection("127.0.0.1", service.port)) as connection:
+        connection.request("POST", f"/v2/repository/{path}", body, headers)
+        response = connection.getresponse()
+        found = json.loads(response.read() or '""')
+        return response.status, found["error"] if type(found) is dict else found
 
 
-class OverGrpc(Administrator):
-    OK, BAD, UNKNOWN = "OK", "INVALID_ARGUMENT", "NOT_FOUND"
+def load(service, name):
+    return ask(service, f"models/{name}/load")
 
-    def ask(self, method, request):
-        address = f"127.0.0.1:{self.service.grpc_port}"
-        metadata = tuple(self.headers.items())
-        with grpc.insecure_channel(address) as channel:
-            call = getattr(Stub(channel), method)
-            try:
-                return "OK", call(request, metadata=metadata, timeout=PATIENCE_S)
-            except grpc.RpcError as exc:
-                return exc.code().name, exc.details()
 
-    def index(self, ready=False):
-        status, found = self.ask("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
-        assert status == "OK"
-        return {(row.name, row.version): (row.state, row.reason) for row in found.models}
+def unload(service, name):
+    return ask(service, f"models/{name}/unload", '{"parameters": {"unload_dependents": true}}')
 
-    def load(self, name):
-        return self.ask("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name=name))
 
-    def unload(self, name):
-        return self.ask("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=name))
+def index(service, **document):
+    status, rows = ask(service, "index", json.dumps(document))
+    assert status == 200
+    return {(row["name"], row["version"]): (row["state"], row["reason"]) for row in rows}
 
 
 def predict(service, model):
@@ -491,44 +459,69 @@ def serve(start, write):
     return serve_
 
 
-@pytest.mark.parametrize(("kind", "workers"), [(OverGrpc, 1), (OverHttp, 2)])
-def test_every_worker_loads_and_unloads_what_one_of_them_was_asked_for(
-    serve, write, answers, kind, workers
-):
-    service = serve(workers)
-    administrator = kind(service)
-    everywhere = range(1 if workers == 1 else 12)
-    ready, unloaded = ("READY", ""), ("UNAVAILABLE", "unloaded")
-    assert administrator.index() == {("lenet", "1"): ready, ("extra", "1"): unloaded}
-    assert administrator.index(ready=True) == {("lenet", "1"): ready}
-    assert administrator.load("extra")[0] == kind.OK
-    for _ in everywhere:
-        assert predict(service, "extra") == (200, "1", answers(5))
+def test_every_worker_loads_and_unloads_what_one_of_them_was_asked_for(serve, write, answers):
+    service = serve(2)
+    assert index(service) == {("lenet", "1"): READY, ("extra", "1"): UNLOADED}
+    assert index(service, ready=True) == {("lenet", "1"): READY}
+
+    def assert_everywhere(*answer):
+        for _ in range(12):
+            assert predict(service, "extra") == answer
+
+    assert load(service, "extra") == (200, "")
+    assert_everywhere(200, "1", answers(5))
     write("extra/2", seed=6).write_bytes(b"broken")
-    status, message = administrator.load("extra")
-    assert status == kind.BAD
-    assert "'extra' was not loaded: " in message
-    assert administrator.load("vgg")[0] == kind.UNKNOWN
-    for _ in everywhere:
-        assert predict(service, "extra") == (200, "1", answers(5))
+    status, message = load(service, "extra")
+    assert (status, "'extra' was not loaded: " in message) == (400, True)
+    assert load(service, "vgg")[0] == 404
+    assert_everywhere(200, "1", answers(5))
     write("extra/2", seed=6)
-    assert administrator.load("extra")[0] == kind.OK
-    for _ in everywhere:
-        assert predict(service, "extra") == (200, "2", answers(6))
-    assert administrator.unload("extra")[0] == kind.OK
-    for _ in everywhere:
+    assert load(service, "extra") == (200, "")
+    assert_everywhere(200, "2", answers(6))
+    assert unload(service, "extra") == (200, "")
+    for _ in range(12):
         assert predict(service, "extra")[0] == 404
-    assert administrator.unload("extra")[0] == kind.UNKNOWN
-    assert administrator.index()["extra", "2"] == unloaded
+    assert unload(service, "extra")[0] == 404
+    assert index(service)["extra", "2"] == UNLOADED
     assert predict(service, "") == (200, "1", answers(0))
     service.signal()
     assert service.wait() == ExitCode.STOPPED
 
 
+def test_a_model_comes_and_goes_over_grpc(serve, write, answers):
+    service = serve(1)
+    metadata = (("authorization", f"Bearer {ADMIN}"),)
+    with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
+        stub = Stub(channel)
+
+        def call(method, request):
+            return getattr(stub, method)(request, metadata=metadata, timeout=PATIENCE_S)
+
+        def assert_refused(code, method, request):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(method, request)
+            assert caught.value.code() is code
+
+        def found(**options):
+            rows = call("RepositoryIndex", pb.RepositoryIndexRequest(**options)).models
+            return {(row.name, row.version): (row.state, row.reason) for row in rows}
+
+        loading = "RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name="extra")
+        unloading = "RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="extra")
+        assert found() == {("lenet", "1"): READY, ("extra", "1"): UNLOADED}
+        assert found(ready=True) == {("lenet", "1"): READY}
+        call(*loading)
+        assert predict(service, "extra") == (200, "1", answers(5))
+        write("extra/2").write_bytes(b"broken")
+        assert_refused(grpc.StatusCode.INVALID_ARGUMENT, *loading)
+        call(*unloading)
+        assert predict(service, "extra")[0] == 404
+        assert_refused(grpc.StatusCode.NOT_FOUND, *unloading)
+
+
 @pytest.mark.states("limits", REPOSITORY_ROW, found="bodies of as many bytes, and one more")
 def test_a_wrong_body_is_refused(serve):
     service = serve(1)
-    headers = {"Authorization": f"Bearer {ADMIN}"}
     for body, status, message in (
         ("{", 400, "body: is not JSON"),
         ("[]", 400, "body: got a list of 0, expected an object"),
@@ -538,11 +531,8 @@ def test_a_wrong_body_is_refused(serve):
         ("{".ljust(MOST_BYTES), 400, "body: is not JSON"),
         (" " * (MOST_BYTES + 1), 413, f"body: got more than {MOST_BYTES} bytes"),
     ):
-        with contextlib.closing(HTTPConnection("127.0.0.1", service.port)) as connection:
-            connection.request("POST", "/v2/repository/models/lenet/load", body, headers)
-            response = connection.getresponse()
-            assert response.status == status
-            assert message in json.loads(response.read())["error"]
+        found, words = ask(service, "models/lenet/load", body)
+        assert (found, message in words) == (status, True)
 
 
 def test_loads_and_unloads_under_traffic_lose_nothing(serve, answers):
@@ -551,7 +541,7 @@ def test_loads_and_unloads_under_traffic_lose_nothing(serve, answers):
     wrong, answered = [], {"lenet": 0, "extra": 0}
     expected = {"lenet": {(200, "1", answers(0))}, "extra": {(200, "1", answers(5))}}
 
-    def ask(model):
+    def keep_asking(model):
         while not over.is_set():
             found = predict(service, model)
             if found in expected[model]:
@@ -560,14 +550,14 @@ def test_loads_and_unloads_under_traffic_lose_nothing(serve, answers):
                 wrong.append((model, found))
                 return
 
-    threads = [threading.Thread(target=ask, args=(name,)) for name in ("lenet", "extra") * 2]
+    threads = [
+        threading.Thread(target=keep_asking, args=(name,)) for name in ("lenet", "extra") * 2
+    ]
     for thread in threads:
         thread.start()
-    administrators = OverHttp(service), OverGrpc(service)
-    for number in range(20):
-        administrator = administrators[number % 2]
-        assert administrator.load("extra")[0] == administrator.OK
-        assert administrator.unload("extra")[0] == administrator.OK
+    for _ in range(20):
+        assert load(service, "extra") == (200, "")
+        assert unload(service, "extra") == (200, "")
     over.set()
     for thread in threads:
         thread.join()
@@ -585,9 +575,9 @@ def test_a_worker_that_replaces_another_has_the_same_models_though_files_are_bro
     write("other/1", seed=6)
     service = start("--workers", "2", "--admin-keys", ADMIN).ready(2)
     write("added/1", seed=7)
-    assert OverHttp(service).load("added") == (200, "")
+    assert load(service, "added") == (200, "")
     for name in ("lenet", "extra"):  # the default one, and another
-        assert OverHttp(service).unload(name) == (200, "")
+        assert unload(service, name) == (200, "")
         write(f"{name}/1").write_bytes(b"broken")
     write("late/1").write_bytes(b"broken")
     os.kill(service.started_workers()[0], signal.SIGKILL)
