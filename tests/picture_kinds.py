@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
+from benchmarks.command import latest_weights
 from lenet.reference import logits
 from lenet.weightfile import WeightFile
 from service.errors import InvalidInput
@@ -510,8 +511,7 @@ _LIMITS = Limits(max_images=64)
 
 @cache
 def _weights() -> WeightFile:
-    newest = max((_ROOT / "weights" / "lenet").glob("*.safetensors"), key=lambda path: path.stem)
-    return WeightFile.read(newest)
+    return WeightFile.read(latest_weights(_ROOT / "weights" / "lenet"))
 
 
 def labels(images: Any) -> Any:

@@ -123,34 +123,21 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_number_of_blas_threads(
     assert first.read_bytes() == second.read_bytes()
 
 
-def few_classes(digits, count):
-    """Those of the first `count` classes."""
-    kept = digits.labels < count
-    return Digits(digits.images[kept], digits.labels[kept])
-
-
-@pytest.mark.parametrize("names", [("circle", "cross", "square"), tuple("abcdefghijkl")])
 @pytest.mark.process
 def test_a_network_is_trained_for_the_classes_that_a_file_names(
-    arguments, digits, write_idx, tmp_path, names
+    arguments, digits, write_idx, tmp_path
 ):
-    count = len(names)
-    train, test = digits(600, 0), digits(90, 1)
-    if count > 10:  # of twelve classes the last two look like the first
-        for part in (train, test):
-            part.labels[::20], part.labels[1::20] = 10, 11
-    else:
-        train, test = few_classes(train, count), few_classes(test, count)
+    train, test, names = digits(600, 0), digits(90, 1), tuple("abcdefghijkl")
+    for part in (train, test):  # of twelve classes the last two look like the first
+        part.labels[::20], part.labels[1::20] = 10, 11
     write_idx(Dataset(train, test, ""))
     labels = tmp_path / "labels.txt"
     labels.write_text("\n".join(names) + "\n")
-    extra = ["--labels", str(labels), "--validation-images", "20"]
-    assert main([*arguments, *extra]) == 0
+    assert main([*arguments, "--labels", str(labels), "--validation-images", "20"]) == 0
     weights = WeightFile.read(tmp_path / "out/mlp/1.safetensors")
     assert weights.training.labels == names
-    assert weights.model.classes == count
-    assert set(weights.golden.labels) == set(range(min(count, 10)))
-    assert count > 10 or weights.training.accuracy > 0.9
+    assert weights.model.classes == 12
+    assert set(weights.golden.labels) == set(range(10))
     assert str(tmp_path) not in weights.training.command
 
 

@@ -6,29 +6,13 @@ import numpy as np
 import pytest
 
 from lenet import reference
-from lenet.model import IDENTITY
 from trainer.augment import WarpLimits, warp
 from trainer.mnist import Digits
-from trainer.ops import RUNNING_SHARE, Epilogue, Norm, Run, Update
+from trainer.ops import Run, Update
 from trainer.ops_cpu import CpuOps
 from trainer.random import permutation, philox, uniform
 
 OPS = CpuOps(np.float64)
-
-
-def test_an_epilogue_moves_its_running_values_in_training_only():
-    mean, variance = np.zeros(2), np.ones(2)
-    epilogue = Epilogue(Norm(np.ones(2), np.zeros(2), mean, variance), None, IDENTITY, None)
-    x = np.random.default_rng(0).standard_normal((2, 3, 3, 5)) * 3 + 2
-    OPS.epilogue(x, epilogue, False)
-    assert mean.tolist() == [0, 0]
-    assert variance.tolist() == [1, 1]
-    OPS.epilogue(x, epilogue, True)
-    flat = x.reshape(2, -1)
-    np.testing.assert_allclose(mean, RUNNING_SHARE * flat.mean(axis=1))
-    np.testing.assert_allclose(
-        variance, 1 - RUNNING_SHARE + RUNNING_SHARE * flat.var(axis=1, ddof=1)
-    )
 
 
 def one_batch(count=6, seed=0, steps=9, **limits):
