@@ -119,6 +119,48 @@ def test_a_console_script_returns_its_exit_code_when_a_flag_is_wrong(script):
     assert "--no-such-flag" in result.stderr
 
 
+ABOUT_OTHER_THINGS = {
+    "lenet/cuda/test_emulated.py": "kernels of lenet and trainer, compiled for the host",
+    "trainer/test_kill.py": "whole runs that are killed",
+    "trainer/test_statements.py": "rows of docs/reference/statements.md",
+    "trainer/test_weights.py": "the committed weight files",
+    "wire/test_other_libraries.py": "what h11 and h2 read in our answers",
+    "wire/test_readme.py": "wire/README.md",
+    "wire/test_statements.py": "rows of docs/reference/statements.md",
+}
+"""Files of tests that belong to no module, and what they are about."""
+
+NOT_MOVED = {
+    "service/api/test_body.py",
+    "service/api/test_infer.py",
+    "service/rpc/test_guard.py",
+    "service/rpc/test_infer.py",
+    "service/rpc/test_methods.py",
+    "service/rpc/test_servicer.py",
+    "service/rpc/test_stream_infer.py",
+    "service/test_every_route.py",
+    "service/test_metrics.py",
+    "service/test_oip_json.py",
+    "service/test_oip_proto.py",
+    "service/test_open_inference.py",
+    "service/test_traces.py",
+}
+"""Files of tests whose module has moved without them."""
+
+
+def test_a_file_of_tests_has_the_path_of_its_module():
+    for package in ("lenet", "service", "trainer", "wire"):
+        for path in sorted((ROOT / "tests" / package).rglob("test_*.py")):
+            name = path.relative_to(ROOT / "tests").as_posix()
+            if name in NOT_MOVED:
+                continue
+            folder, stem = ROOT / Path(name).parent, path.stem.removeprefix("test_")
+            beside = (f"{stem}.py", f"__{stem}__.py", f"{stem}/__init__.py")
+            is_package = folder.name == stem and (folder / "__init__.py").is_file()
+            is_mirror = is_package or any((folder / one).is_file() for one in beside)
+            assert is_mirror != (name in ABOUT_OTHER_THINGS), f"tests/{name} mirrors no module"
+
+
 def table_rows(first_cell):
     """Rows of the tables, for users of the service, whose first cell matches."""
     documents = [ROOT / "README.md", ROOT / "docs/http.md", ROOT / "docs/operations.md"]
