@@ -276,40 +276,27 @@ async def test_a_process_is_not_killed_for_work_that_has_just_begun(pool, monkey
     assert pool.pids == {pid}
 
 
-async def test_a_process_that_starts_is_kept_for_the_next_work_when_its_own_is_cancelled(pool):
+@pytest.mark.parametrize("has_started", [False, True])
+async def test_work_that_is_cancelled_in_the_turn_of_its_start_costs_no_process(pool, has_started):
+    if has_started:
+        await decode_by(pool, body(PNG), seven(), PATIENCE_S)
     with outcomes(pool) as start:
         for _ in range(20):
             job, called = start(body(PNG), seven())
             pool.cancel(job)
             assert called == ["ended"]
         await until(lambda: pool.pids)
-        started = pool.pids
+    pids = pool.pids
     assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
-    assert len(started) == 1
-    assert pool.pids == started
+    assert pool.pids == pids
+    assert len(pids) == 1
 
 
-async def test_work_that_is_cancelled_in_the_turn_of_its_start_reaches_no_process(pool):
-    await decode_by(pool, body(PNG), seven(), PATIENCE_S)
-    (pid,) = pool.pids
-    os.kill(pid, signal.SIGSTOP)
-    with outcomes(pool) as start:
-        for _ in range(20):
-            job, called = start(body(PNG), seven())
-            pool.cancel(job)
-            assert called == ["ended"]
-    os.kill(pid, signal.SIGCONT)
-    assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
-    assert pool.pids == {pid}
-
-
-async def test_a_process_that_does_not_start_is_killed_by_a_cancel(pool, monkeypatch):
+async def test_a_process_that_does_not_start_in_time_is_killed(pool, monkeypatch):
     monkeypatch.setattr(decoders, "_ARGUMENTS", ("-c", "import time; time.sleep(60)"))
-    monkeypatch.setattr(decoders, "_START_S", -1.0)
-    with outcomes(pool) as start:
-        job, called = start(body(PNG), seven())
-        pool.cancel(job)
-        assert called == ["ended"]
+    monkeypatch.setattr(decoders, "_START_S", 0.1)
+    with pytest.raises(InferenceFailed):
+        await decode_by(pool, body(PNG), seven(), PATIENCE_S)
     await until(lambda: not pool.pids)
 
 
@@ -319,14 +306,6 @@ async def test_work_is_dropped_when_it_is_cancelled_before_a_decoder_is_free(poo
         job, called = start(body(FORM), LONG)
         pool.cancel(job)
         assert called == ["ended"]
-        for timeout_s in (0.02, 0.0, -1.0):
-            with pytest.raises(DeadlineExceeded):
-                await decode_by(pool, body(FORM), LONG, timeout_s)
-        task = asyncio.create_task(decode_by(pool, body(FORM), LONG, PATIENCE_S))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
         assert len(pool.pids) == 1
 
 

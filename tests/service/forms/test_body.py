@@ -198,35 +198,22 @@ def test_floats_are_answered_with_the_conversion_that_fits(kind, encode, numbers
     ("images", "field", "words"),
     [
         ([], "images", "0 images"),
-        (None, "images", "got null"),
         (7, "images", "got 7"),
-        ({}, "images", "an object of 0"),
         ([None], "images[0]", "got null"),
         ([FLAT, None], "images[1]", "got null"),
-        ([FLAT, 5], "images[1]", "got 5"),
         (FLAT[:-1], "images", "783 values"),
         ([FLAT[:-1]], "images[0]", "783 values"),
-        ([FLAT, []], "images[1]", "0 values"),
-        ([[]], "images[0]", "0 values"),
-        (ROWS[:-1], "images", "27 rows"),
         ([ROWS[:-1]], "images[0]", "27 rows"),
         ([*ROWS[:-1], ROWS[0][:-1]], "images[27]", "a list of 27"),
         ([ROWS[0][:-1], *ROWS[1:]], "images[0]", "a list of 27"),
-        ([[], *ROWS[1:]], "images[0]", "a list of 0"),
         ([*ROWS[:-1], 28], "images[27]", "got 28"),
         ([28] * 28, "images", "28 values"),
-        ([FLAT, [28] * 28], "images[1]", "28 values"),
-        ([FLAT, [10**12] * 28], "images[1]", "28 values"),
         ([ROWS, [{str(i): i for i in range(28)}] * 28], "images[1]", "28 values"),
-        ([ROWS, ["x" * 28] * 28], "images[1]", "28 values"),
         ([ROWS, [ROWS]], "images[1]", "got shape (1, 28, 28), expected 28 rows of 28"),
         ([[ROWS]], "images[0]", "; remove the channel axis"),
-        ([ONE[..., None].tolist()], "images[0]", "got shape (28, 28, 1)"),
         (ONE[..., None].tolist(), "images:", "got shape (28, 28, 1), expected 28 rows"),
-        (ONE[..., None].tolist(), "images", "; remove the channel axis"),
         (np.zeros((28, 28, 3), int).tolist(), "images:", "; send grey, one number a pixel, or"),
         (np.zeros((2, 28, 28, 4), int).tolist(), "images[0]", "; send grey, one number a pixel"),
-        ([[ROWS] * 3], "images[0]", "got shape (3, 28, 28)"),
         ([[ROWS] * 3], "images[0]", "; send grey, one number a pixel"),
         ([[5] * 32] * 32, "images:", "got shape (32, 32), expected 28 rows"),
         ([[5] * 32] * 32, "images:", "; scale it to 28 x 28, or send the picture's file"),
@@ -236,13 +223,10 @@ def test_floats_are_answered_with_the_conversion_that_fits(kind, encode, numbers
             "images",
             "1024 values, expected 28 rows of 28, 784 integers 0 to 255, or a base",
         ),
-        ([5] * 1024, "images", "; scale it to 28 x 28, or send the picture's file"),
         ([[5] * 2352], "images[0]", "; send grey, one number a pixel"),
         ("0, 0, 255", "images", "; send a list of numbers without quotes"),
-        ("[0, 0, 255]", "images", "; send a list of numbers without quotes"),
         (ONE.tobytes().hex(), "images", "1176 bytes, expected 784, one a pixel; it looks like hex"),
         (base64.b64encode(ONE.astype("<f4").tobytes()).decode(), "images", "; floats have more"),
-        ("", "images", "base64 of 0 bytes"),
         (TEXT[:-4], "images", "base64 of 783 bytes"),
         (
             base64.b64encode(as_npy(ONE)).decode(),
@@ -250,15 +234,11 @@ def test_floats_are_answered_with_the_conversion_that_fits(kind, encode, numbers
             "base64 of 912 bytes, an npy file, expected 784",
         ),
         ("https://example.org/7.png", "images", "; files and URLs are not read: send the pic"),
-        ("C:/pictures/seven.jpeg", "images", "; files and URLs are not read: send the picture's"),
         (TEXT[:76] + "\n" + TEXT[76:], "images", "; remove its line breaks, as base64 --wrap=0"),
         ([FLAT, TEXT + "\n"], "images[1]", "784 bytes in base64, whose alphabet"),
-        ([FLAT, "-_" + TEXT[2:]], "images[1]", "784 bytes in base64, whose alphabet"),
         ([FLAT, "\u00e9" + TEXT[1:]], "images[1]", "784 bytes in base64, whose alphabet"),
-        ([FLAT, TEXT[:-1]], "images[1]", "784 bytes in base64, whose alphabet"),
         (TEXT[:-4] + "QQ==QQ==", "images", "784 bytes in base64, whose alphabet"),
         (base64.b64encode(picture()).decode(), "images", "with Content-Type: image/png"),
-        (base64.b64encode(picture("JPEG")).decode(), "images", "with Content-Type: image/jpeg"),
         (["data:image/png;base64,iVBORw0KGgo="], "images[0]", "got a data: URL"),
         ([1.5] * 1_000_000, "images", "1000000 values"),
     ],
@@ -273,10 +253,8 @@ def test_a_wrong_structure_is_refused_with_its_place(images, field, words):
     "body",
     [
         b"{",
-        b"\xff",
         b'{"images": "\xff"}',
         b'{"images": [NaN]}',
-        b'{"images": [Infinity]}',
         b'{"images": [1e999]}',
         b'{"images": "\\ud800"}',
         b"{'images': []}",
@@ -475,14 +453,6 @@ def test_a_part_of_another_type_is_unsupported(kind):
     with pytest.raises(UnsupportedMediaType, match="image/png") as caught:
         decode(as_form((kind, b"1")), FORM, limits=LIMITS)
     assert caught.value.field == "parts[0]"
-
-
-# properties
-
-
-starts = st.sampled_from(
-    [b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"\x93NUMPY\x01\x00", b"--x\r\n", b'{"images":']
-)
 
 
 def test_json_with_more_lists_than_its_rows_have_room_for_is_refused_before_it_is_parsed(

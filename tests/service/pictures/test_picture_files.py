@@ -364,9 +364,6 @@ def stated(kind, width, height):
         body[6:10] = struct.pack("<HH", width, height)
     elif kind == BMP:
         body[18:26] = struct.pack("<ii", width, height)
-    elif kind == AVIF:
-        at = body.index(b"ispe") + 8
-        body[at : at + 8] = struct.pack(">II", width, height)
     return bytes(body)
 
 
@@ -462,6 +459,13 @@ def test_a_bomb_in_metadata_is_unpacked_up_to_a_mebibyte(kind):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4_000_000
+
+
+def test_a_png_of_too_many_compressed_texts_is_refused():
+    profile = chunk(b"iCCP", b"name\0\0" + zlib.compress(b"profile"))
+    body = saved(GREY, PNG)
+    np.testing.assert_array_equal(levels(body[:33] + profile * 64 + body[33:], PNG), INK)
+    assert "more than 64 profiles" in refused(body[:33] + profile * 65 + body[33:], PNG)
 
 
 def test_the_first_frame_alone_is_decoded():
