@@ -68,10 +68,30 @@ class OipProtoForm:
 
     @span("encode")
     def write(self, asked: Asked, answered: Answered) -> Content:
-        """A serialized ModelInferResponse. Outputs are raw if the images were."""
-        if asked.raw and not any(output.classes for output in asked.outputs):
-            return Content(b"", _encode_raw(asked, answered))
-        return Content(b"", _encode(asked, answered))
+        """A serialized ModelInferResponse. Outputs are raw if the images were.
+
+        The frequent answer is assembled from parts: bytes that follow each other are one message.
+        The numbers of a batch are written once, for all its requests.
+        """
+        if not asked.raw or any(output.classes for output in asked.outputs):
+            return Content(b"", _encode(asked, answered))
+        batch, version, rows, first = answered.batch, answered.version, answered.rows, answered.row
+        count, classes = batch.probabilities.shape
+        pieces = [
+            _raw_head(version.name, version.version, asked.outputs, rows, classes),
+            _parameter("queue_us", answered.queue_us),
+            _parameter("compute_us", answered.compute_us),
+        ]
+        if asked.id:
+            pieces.append(pb.ModelInferResponse(id=asked.id).SerializeToString())
+        for output in asked.outputs:
+            content: bytes | None = batch.encoded.get(output.name)
+            if content is None:
+                values = output_values(output.name, batch.probabilities)
+                content = batch.encoded[output.name] = values.tobytes()
+            size = len(content) // count
+            pieces += [_raw_prefix(size * rows), content[first * size : (first + rows) * size]]
+        return Content(b"", b"".join(pieces))
 
 
 def _decode_now(message: bytes | memoryview, max_images: int) -> Decoded | None:
@@ -246,30 +266,6 @@ def _encode(asked: Asked, answered: Answered) -> bytes:
         contents = getattr(tensor.contents, _OUTPUT_CONTENTS[output.datatype])
         contents.extend(values if isinstance(values, list) else values.ravel().tolist())
     return response.SerializeToString()
-
-
-def _encode_raw(asked: Asked, answered: Answered) -> bytes:
-    """The frequent answer, assembled from parts: bytes that follow each other are one message.
-
-    The numbers of a batch are written once, for all its requests.
-    """
-    batch, version, rows, first = answered.batch, answered.version, answered.rows, answered.row
-    count, classes = batch.probabilities.shape
-    pieces = [
-        _raw_head(version.name, version.version, asked.outputs, rows, classes),
-        _parameter("queue_us", answered.queue_us),
-        _parameter("compute_us", answered.compute_us),
-    ]
-    if asked.id:
-        pieces.append(pb.ModelInferResponse(id=asked.id).SerializeToString())
-    for output in asked.outputs:
-        content: bytes | None = batch.encoded.get(output.name)
-        if content is None:
-            values = output_values(output.name, batch.probabilities)
-            content = batch.encoded[output.name] = values.tobytes()
-        size = len(content) // count
-        pieces += [_raw_prefix(size * rows), content[first * size : (first + rows) * size]]
-    return b"".join(pieces)
 
 
 @lru_cache(maxsize=8192)
