@@ -39,7 +39,7 @@ CALLBACKS = {
     "metrics of a failure": ("service.observe.metrics", "module.Metrics", "request_done"),
     "JSON of an answer": ("service.forms.body", "module", "prediction_json"),
     "bytes of an answer": ("service.forms.body", "module", "prediction_bytes"),
-    "message of an answer": ("service.forms.oip_proto", "module", "_encode"),
+    "message of an answer": ("service.forms.oip_proto", "module", "_encode_raw"),
     "delivery of rows": ("service.engine.queue", "module.Work", "deliver"),
     "polling after an answer": ("service.engine.contexts", "module.BusyPoll", "extend"),
 }
@@ -85,7 +85,7 @@ async def ask_on(known, requests):
 async def _fail_in(name, seed, start_committed, digits, tmp_path, requests):
     module, owner, function = CALLBACKS[name]
     changed = PROGRAM.format(module=module, owner=owner, name=function, seed=seed)
-    service = start_committed(program=program(changed)).ready()
+    service = start_committed("--busy-poll-us", "100", program=program(changed)).ready()
     known = Known(service, digits, seed=seed)
     with unharmed(service, digits.golden, log=None):
         assert await ask_on(known, 5) == 0
