@@ -27,12 +27,12 @@ from typing import cast
 from wire.answer import refusal
 from wire.errors import Refusal
 from wire.exchange import Peer
-from wire.handshake import Handshake
 from wire.http1_exchanges import Http1Exchanges
 from wire.http2 import PREFACE
 from wire.http2_exchanges import Http2Exchanges
 from wire.receiver import BodyReceiver, replace_protocol
 from wire.shared import Shared
+from wire.tls_transport import TlsTransport
 from wire.turns import SMALL_BYTES
 
 _log = logging.getLogger(__name__)
@@ -43,11 +43,6 @@ _STOP_S = 1.0
 _LARGE_READ_BYTES = 128 * 1024
 """After such a read others come first. libuv would read up to 32 times in a row, 8 MB, which takes
 up to 7 ms (H200 machine, 2026-11-22)."""
-_UNREAD_BYTES = 64 * 1024
-"""Unread bytes tolerated over TLS before writing pauses; without TLS uvloop's high-water mark
-applies."""
-_UNREAD_LOOK_S = 0.01
-
 _COUNTED_BYTES = 4096
 """Received bytes that are not used are counted from so many on."""
 
@@ -58,7 +53,6 @@ class Connection(asyncio.Protocol):
     def __init__(self, shared: Shared, loop: asyncio.AbstractEventLoop) -> None:
         self._shared, self.loop = shared, loop
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
-        self.plain: asyncio.Transport | None = None  # what TLS writes to
         self.peer: Peer = None  # type: ignore[assignment]
         self.exchanges: Http1Exchanges | Http2Exchanges = None  # type: ignore[assignment]
         self._preface: bytes | None = b""  # of HTTP/2, as far as it has come; None: decided
@@ -108,15 +102,11 @@ class Connection(asyncio.Protocol):
         shared.add(self)
         self.stopping = shared.stopping
         if shared.certificate is not None:
-            handshake = Handshake(self, self.transport, shared.handshake_steps)
-            tls, timeout_s = shared.certificate.context, shared.header_timeout_s
-            shaking = handshake.run(tls, timeout_s, self._secured, self.refuse_clear)
-            task = self.loop.create_task(shaking)
-            shared.handshakes.add(task)
-            task.add_done_callback(shared.handshakes.discard)
+            context, steps = shared.certificate.context, shared.handshake_steps
+            self.transport = TlsTransport(self, self.transport, context, steps)
 
-    def _secured(self, transport: asyncio.Transport) -> None:
-        self.transport, self.plain = transport, self.transport
+    def secured(self) -> None:
+        self.since_s = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._shared.remove(self)
@@ -157,11 +147,8 @@ class Connection(asyncio.Protocol):
         return begun
 
     def eof_received(self) -> bool:
-        # Over TLS the transport closes in any case: asyncio has no half-closed one.
         self.ended = True
-        if self._waiting:
-            return self._shared.certificate is None
-        return not self.closing and self.exchanges.eof() and self._shared.certificate is None
+        return bool(self._waiting) or (not self.closing and self.exchanges.eof())
 
     def pause_writing(self) -> None:
         self.blocked_since_s = self.loop.time()
@@ -280,32 +267,10 @@ class Connection(asyncio.Protocol):
         if self._unsent_bytes:
             self._written_bytes += len(data)
             self.hold()
-        if self.plain is not None:
-            self._look_at_unread()
-
-    def _unread(self) -> int:
-        """Bytes that are written and that the client has not taken."""
-        unread = self.transport.get_write_buffer_size()
-        return unread if self.plain is None else unread + self.plain.get_write_buffer_size()
-
-    def _look_at_unread(self, again: bool = False) -> None:
-        """Over TLS, pause and resume writing.
-
-        Its transport would do so by what is not encrypted yet, and it encrypts all at once.
-        """
-        if self.transport.is_closing():
-            return
-        much, was_blocked = self._unread() > _UNREAD_BYTES, bool(self.blocked_since_s)
-        if much and not was_blocked:
-            self.pause_writing()
-        elif was_blocked and not much:
-            self.resume_writing()
-        if self.blocked_since_s and (again or not was_blocked):
-            self.loop.call_later(_UNREAD_LOOK_S, self._look_at_unread, True)
 
     def hold(self) -> None:
         """Hold in the budget what is answered and not sent, and what came and is not used."""
-        unread = self._unread() if self.blocked_since_s else 0
+        unread = self.transport.get_write_buffer_size() if self.blocked_since_s else 0
         unsent = unread + self.exchanges.held_bytes
         received = self.exchanges.received_bytes + sum(map(len, self._waiting))
         if self.closing or received < _COUNTED_BYTES:
@@ -317,7 +282,7 @@ class Connection(asyncio.Protocol):
         self._unsent_bytes, self._received_bytes = unsent, received
         budget.add(unsent - unsent_before + received - received_before)
         if unsent and not unsent_before:
-            self._written_bytes = self._unread()
+            self._written_bytes = self.transport.get_write_buffer_size()
             budget.watch(self)
         elif unsent_before and not unsent:
             budget.unwatch(self)
@@ -327,7 +292,7 @@ class Connection(asyncio.Protocol):
     @property
     def moved_bytes(self) -> int:
         """Bytes that the client has read of its unread answers."""
-        return self._written_bytes - self._unread()
+        return self._written_bytes - self.transport.get_write_buffer_size()
 
     def evict(self) -> None:
         """Others need the memory of what came, or of answers that the client reads slowly."""
@@ -345,8 +310,9 @@ class Connection(asyncio.Protocol):
 
     # The end.
 
-    def refuse_clear(self) -> None:
+    def refuse_clear(self, plain: asyncio.Transport) -> None:
         """Answer a request in the clear where TLS is expected, without reading it."""
+        self.transport = plain
         assert isinstance(self.exchanges, Http1Exchanges), "bug: HTTP/2 before TLS"
         message = "scheme: got a request in the clear, expected TLS; use https://"
         self.exchanges.refuse(refusal(400, "invalid_input", message))
@@ -364,13 +330,10 @@ class Connection(asyncio.Protocol):
         if transport.is_closing():
             return
         if exchanges.is_broken:  # nothing after it can be parsed
-            if self.plain is None:
-                transport.write_eof()
-                self.set_reading()
-            else:
-                self.plain.pause_reading()
-            self.loop.call_later(exchanges.linger_s, (self.plain or transport).abort)
-        elif self.ended or not transport.can_write_eof():
+            transport.write_eof()
+            self.set_reading()
+            self.loop.call_later(exchanges.linger_s, transport.abort)
+        elif self.ended:
             transport.close()
         else:
             linger_s = min(exchanges.linger_s, _STOP_LINGER_S if self.stopping else math.inf)
@@ -392,7 +355,7 @@ class Connection(asyncio.Protocol):
     def check_time(self, now_s: float) -> None:
         """Close the connection, or end a request, if it waited too long for its client."""
         shared, transport = self._shared, self.transport
-        unread_bytes, before = self._unread(), self._unread_bytes
+        unread_bytes, before = self.transport.get_write_buffer_size(), self._unread_bytes
         self._unread_bytes = unread_bytes
         most_s = _STOP_S if self.stopping else math.inf
         write_s, header_s = (

@@ -306,7 +306,7 @@ class Heads:
         self._varying_field = re.compile(rb"(?i)\r\n(%s):([^\r\n]*)(?=\r\n)" % names)
 
     def find(self, section: bytes) -> Head | None:
-        """The head of a section that is known, or whose other fields are."""
+        """The head of a section that is known, or whose fields that do not vary are."""
         if (head := self.known.get(section)) is not None:
             return head
         rest, fields = self._cut(section)

@@ -51,7 +51,8 @@ class Http1:
         self.body_left = 0
         """Bytes still to be received of a body with Content-Length."""
         self._chunks: Chunks | None = None
-        self._buffer = b""
+        self.buffer = b""
+        """What came and is not parsed, from `_position` on."""
         self._position = 0
         self._parser: httptools.HttpRequestParser | None = None
         """Parses the header section that arrives."""
@@ -72,7 +73,7 @@ class Http1:
     def unparsed_bytes(self) -> int:
         """Bytes that came and are not parsed."""
         chunks = 0 if self._chunks is None else len(self._chunks.rest) * self._chunks.more
-        return len(self._buffer) - self._position + chunks
+        return len(self.buffer) - self._position + chunks
 
     @property
     def in_headers(self) -> bool:
@@ -83,7 +84,7 @@ class Http1:
     def has_more(self) -> bool:
         """Whether there is something to parse."""
         more = self._chunks is not None and (self._chunks.more or bool(self._chunks.error))
-        return more or self._position < len(self._buffer)
+        return more or bool(self.buffer)
 
     # Bytes of the client.
 
@@ -93,9 +94,10 @@ class Http1:
         Else None, and `receive` is to be called. The request before is complete.
         """
         end = data.find(b"\r\n\r\n") + 4
-        if end == len(data) or end < 4 or self._buffer or self._parser is not None or self.closed:
+        if end == len(data) or end < 4 or self.buffer or self._parser is not None or self.closed:
             return None
-        head = self._heads.find(data[:end])
+        section = data[:end]
+        head = self._heads.known.get(section) or self._heads.find(section)
         if head is None or len(data) - end != head.known_length:
             return None
         self.used = True
@@ -104,7 +106,7 @@ class Http1:
     def receive(self, data: bytes) -> None:
         """Keep what came."""
         if not self.closed:
-            self._buffer, self._position = self._buffer[self._position :] + data, 0
+            self.buffer, self._position = self.buffer[self._position :] + data, 0
 
     def next_head(self) -> Head | None:
         """The next head, once it is complete; its body is to be read. Raises: Refused."""
@@ -121,10 +123,10 @@ class Http1:
 
         Raises: Refused.
         """
-        start, data, chunks = self._position, self._buffer, self._chunks
+        start, data, chunks = self._position, self.buffer, self._chunks
         if chunks is not None:
             piece = chunks.decode(data[start:])
-            self._buffer, self._position = chunks.rest if chunks.complete else b"", 0
+            self.buffer, self._position = chunks.rest if chunks.complete else b"", 0
             self.receiving = not chunks.complete
             if chunks.error and not piece:
                 raise self._refused(400, chunks.error)
@@ -149,17 +151,17 @@ class Http1:
     def close(self) -> None:
         """Parse nothing more."""
         self.closed, self.receiving, self.body_left = True, False, 0
-        self._buffer, self._position, self._chunks = b"", 0, None
+        self.buffer, self._position, self._chunks = b"", 0, None
         self._parser, self._pairs, self.header_bytes = None, [], 0
 
     def _forget_parsed(self) -> None:
-        if self._position == len(self._buffer):
-            self._buffer, self._position = b"", 0
+        if self._position == len(self.buffer):
+            self.buffer, self._position = b"", 0
 
     # The header section.
 
     def _read_head(self) -> Head | None:
-        data, start = self._buffer, self._position
+        data, start = self.buffer, self._position
         found = data.find(b"\r\n\r\n", start)
         end = found + 4 if found >= 0 else 0
         if self._parser is None:

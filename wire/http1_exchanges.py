@@ -278,7 +278,8 @@ class Http1Exchanges:
             return
         head, body, rest = exchange.head, answer.body, answer.rest
         length = sum(map(len, rest), len(body)) if rest else len(body)
-        start = self._shared.answer_start(answer.status, answer.media_type, length)
+        key, shared = (answer.status, answer.media_type, length), self._shared
+        start = shared.starts.get(key) or shared.answer_start(*key)
         close = self._ends(head)
         connection = b""
         if head is None:
@@ -368,7 +369,7 @@ class Http1Exchanges:
             return
         if self._begun or self._asked:
             self._begun = self._closes = self._chunked = self._asked = False
-        if http1.has_more:
+        if http1.buffer:
             wire.turn()
         elif wire.ended:
             wire.finish()

@@ -107,7 +107,6 @@ class Shared:
         self.removed: Callable[[], None] = lambda: None
         self.refused: Callable[[], None] = lambda: None
         """Called for each connection beyond the limit."""
-        self.handshakes: set[asyncio.Task[None]] = set()
         self.app, self.state = app, {} if state is None else state
         self.tasks: set[asyncio.Task[None]] = set()
         """Runs of the application."""
@@ -119,7 +118,8 @@ class Shared:
         """Headers of all answers over HTTP/1.1."""
         self.common_block = b""
         """A header block of all answers over HTTP/2."""
-        self._starts: dict[tuple[int, bytes, int], bytes] = {}
+        self.starts: dict[tuple[int, bytes, int], bytes] = {}
+        """Beginnings of HTTP/1.1 answers, by the arguments of `answer_start`."""
         self._blocks: dict[tuple[int, bytes, int], bytes] = {}
 
     def add(self, connection: Watched) -> None:
@@ -141,22 +141,17 @@ class Shared:
         line = b"date: %s\r\n" % date
         if line != self.common_lines:
             self.common_lines, self.common_block = line, literals(((b"date", date),))
-            self._starts.clear()
+            self.starts.clear()
             self._blocks.clear()
 
     def answer_start(self, status: int, media_type: bytes, length: int) -> bytes:
         """The head of an HTTP/1.1 answer up to the headers of its own, kept for a second."""
-        key = status, media_type, length
-        start = self._starts.get(key)
-        if start is None:
-            if len(self._starts) >= _KNOWN_STARTS:
-                del self._starts[next(iter(self._starts))]
-            start = self._starts[key] = b"%s%scontent-type: %s\r\ncontent-length: %d\r\n" % (
-                status_line(status),
-                self.common_lines,
-                media_type,
-                length,
-            )
+        if len(self.starts) >= _KNOWN_STARTS:
+            del self.starts[next(iter(self.starts))]
+        start = self.starts[status, media_type, length] = (
+            b"%s%scontent-type: %s\r\ncontent-length: %d\r\n"
+            % (status_line(status), self.common_lines, media_type, length)
+        )
         return start
 
     def answer_block(self, status: int, media_type: bytes, length: int) -> bytes:

@@ -373,7 +373,7 @@ def test_handshakes_that_never_end_are_ended_and_shut_nobody_out(start, certific
 @pytest.mark.parametrize(
     ("workers", "certificate", "key", "message"),
     [
-        ("1", "missing.pem", "server.key", "--tls-certificate: "),
+        ("1", "missing.pem", "server.key", "ERROR service.server: certificate "),
         ("2", "server.key", "server.pem", "the two are swapped"),
     ],
 )
