@@ -82,12 +82,18 @@ class Visit:
                 mouse.move(*self.at(*point), steps=2)
             mouse.up()
 
+    def until(self, name, condition):
+        """Wait until the text of an element is so; `condition` is JavaScript that follows it."""
+        script = f"() => document.getElementById({name!r}).textContent{condition}"
+        self.page.wait_for_function(script)
+
     def reads(self, text):
         """Wait until the answer is `text` for all that was drawn."""
-        self.page.wait_for_function(
-            "text => document.getElementById('live').textContent.startsWith(text)", arg=text
-        )
+        self.until("live", f".startsWith({text!r})")
         assert self.page.inner_text("#digit") == text.rstrip(",")
+
+    def __getattr__(self, name):
+        return getattr(self.page, name)
 
 
 @pytest.fixture

@@ -22,6 +22,36 @@ that a client waits, and it stays the same when other programs take the cores.""
 NO_TRACE = re.compile(r'Traceback|^\s+File "|Exception ignored|never retrieved')
 
 
+def program(text=""):
+    """The service after `text`, which may change it."""
+    return ("-c", f"{text}\nimport sys; from service.__main__ import main; sys.exit(main())")
+
+
+def workers_program(folder, text):
+    """The service with `text` at the beginning of each worker."""
+    (folder / "worker.py").write_text(WORKER.format(text=text))
+    return program("import worker; worker.install()")
+
+
+WORKER = """
+from service import supervisor
+original = supervisor._work
+def work(*arguments):
+    exec({text!r}, {{}})
+    original(*arguments)
+def install():
+    supervisor._work = work
+"""
+STUCK_LOOP = """
+import os, signal, time
+def stay(*_):
+    os.write(2, b"stuck\\n")
+    time.sleep(600)
+signal.signal(signal.SIGUSR1, stay)
+"""
+"""The main thread, and so the event loop, stands still after SIGUSR1."""
+
+
 def until(condition):
     """Wait for what has no event."""
     end_s = time.monotonic() + PATIENCE_S

@@ -36,6 +36,7 @@ def _shared(tmp_path_factory):
         if not running or running[-1].process.poll() is not None:
             folder = tmp_path_factory.mktemp("served")
             running.append(Service(["--port", "0", "--grpc-port", "0", *COMMITTED], folder).ready())
+            assert running[-1].get("/openapi.json")[0] == 200  # is made when it is first asked for
         return running[-1]
 
     yield get

@@ -15,14 +15,13 @@ import pytest
 
 from benchmarks.grpc_stub import Stub
 from service.errors import ExitCode
-from tests.faults.checks import unharmed
+from tests.faults.checks import program, unharmed
 from tests.faults.clients import ACCEPT, Known, ask, infer_request, request
 
 PROGRAM = """
-import random, sys
+import random
 from pathlib import Path
 import {module} as module
-from service.__main__ import main
 original = getattr({owner}, {name!r})
 random_ = random.Random({seed})
 def faulty(*arguments, **options):
@@ -30,7 +29,6 @@ def faulty(*arguments, **options):
         raise ZeroDivisionError("planted")
     return original(*arguments, **options)
 setattr({owner}, {name!r}, faulty)
-sys.exit(main())
 """
 """While the file `armed` is there, a tenth of the calls fail, in an order of the seed."""
 
@@ -41,7 +39,7 @@ CALLBACKS = {
     "metrics of a failure": ("service.observe.metrics", "module.Metrics", "request_done"),
     "JSON of an answer": ("service.forms.body", "module", "prediction_json"),
     "bytes of an answer": ("service.forms.body", "module", "prediction_bytes"),
-    "message of an answer": ("service.forms.oip_proto", "module", "_encode"),
+    "message of an answer": ("service.forms.oip_proto", "module", "_encode_raw"),
     "delivery of rows": ("service.engine.queue", "module.Work", "deliver"),
     "polling after an answer": ("service.engine.contexts", "module.BusyPoll", "extend"),
 }
@@ -86,8 +84,8 @@ async def ask_on(known, requests):
 
 async def _fail_in(name, seed, start_committed, digits, tmp_path, requests):
     module, owner, function = CALLBACKS[name]
-    program = PROGRAM.format(module=module, owner=owner, name=function, seed=seed)
-    service = start_committed(program=("-c", program)).ready()
+    changed = PROGRAM.format(module=module, owner=owner, name=function, seed=seed)
+    service = start_committed("--busy-poll-us", "100", program=program(changed)).ready()
     known = Known(service, digits, seed=seed)
     with unharmed(service, digits.golden, log=None):
         assert await ask_on(known, 5) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import resource
 import signal
@@ -12,39 +11,23 @@ import subprocess
 import sys
 import time
 from http.client import HTTPConnection
-from pathlib import Path
 
 import grpc
 import pytest
-from PIL import Image
 
 from benchmarks.grpc_stub import Stub
 from service.errors import ExitCode
 from service.forms import open_inference_pb2 as pb
 from service.process.descriptors import LEAST, LEAST_PER_WORKER
-from tests.faults.checks import cpu_s, until
+from tests.faults.checks import cpu_s, descriptors, program, until
+from tests.pictures import seven
 from tests.service_process import PATIENCE_S, PROGRAM
 
 
-def limited(number):
-    """The service with a hard limit of so many descriptors."""
-    return (
-        "-c",
-        f"import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({number}, {number}))\n"
-        "from service.__main__ import main; sys.exit(main())",
-    )
-
-
-def descriptors(pid):
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
-def picture():
-    file = io.BytesIO()
-    one = Image.new("L", (28, 28))
-    one.paste(255, (12, 4, 16, 24))
-    one.save(file, "PNG")
-    return file.getvalue()
+def limited(soft, hard=None):
+    """The service with limits of so many descriptors."""
+    limits = soft, soft if hard is None else hard
+    return program(f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, {limits})")
 
 
 REQUESTS = (
@@ -52,7 +35,7 @@ REQUESTS = (
     ("GET", "/metrics", None, {}),
     ("GET", "/info", None, {}),
     ("POST", "/predict", bytes(784), {"Content-Type": "application/octet-stream"}),
-    ("POST", "/predict", picture(), {"Content-Type": "image/png"}),
+    ("POST", "/predict", seven(), {"Content-Type": "image/png"}),
     ("POST", "/predict", bytes(784 * 3000), {"Content-Type": "application/octet-stream"}),
 )
 
@@ -102,12 +85,7 @@ def test_everything_works_with_as_few_descriptors_as_are_asked_for(start, second
 
 def test_the_limit_is_raised_as_far_as_the_process_may(start):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    program = (
-        "-c",
-        f"import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (70, {hard}))\n"
-        "from service.__main__ import main; sys.exit(main())",
-    )
-    service = start(program=program).ready()
+    service = start(program=limited(70, hard)).ready()
     assert resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)[0] == min(hard, 65_536)
 
 

@@ -8,31 +8,27 @@ import re
 import shutil
 import signal
 import subprocess
+from collections import Counter
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from service.errors import ExitCode
+from tests.faults.checks import program, samples
 from tests.service_process import PATIENCE_S
 
 NOWHERE = """
-import resource, sys
+import resource
 from service.process import shared_folder
 shared_folder._SHARED_MEMORY = "/nowhere"
-from service.__main__ import main
-sys.exit(main())
 """
 """A service without shared memory, as on a machine where nothing is writable."""
 
 
 def metrics(service):
     """Sums of all samples by name; that they can be read is part of every test."""
-    status, text = service.get("/metrics")
-    assert status == 200
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found[sample.name] = found.get(sample.name, 0) + sample.value
+    found = Counter()
+    for (name, _), value in samples(service).items():
+        found[name] += value
     assert found["lenet_contexts"] >= 1
     return found
 
@@ -115,10 +111,10 @@ def test_shared_memory_is_used_when_the_folder_for_temporary_files_cannot(
     start, temporary, options
 ):
     with mounted(temporary, options):
-        program = NOWHERE.replace("/nowhere", str(temporary.parent))
+        changed = NOWHERE.replace("/nowhere", str(temporary.parent))
         # Neither may Python choose /tmp instead, which is another place.
-        program = f"import tempfile; tempfile.tempdir = {str(temporary)!r}\n{program}"
-        service = start("--workers", "2", program=("-c", program)).ready(2)
+        changed += f"import tempfile; tempfile.tempdir = {str(temporary)!r}"
+        service = start("--workers", "2", program=program(changed)).ready(2)
         (folder,) = temporary.parent.glob("lenet-serve-metrics-*")
         assert metrics(service)["lenet_contexts"] == 2
         assert_serving_and_stopping(service)
@@ -129,8 +125,8 @@ def test_shared_memory_is_used_when_the_folder_for_temporary_files_cannot(
 @pytest.mark.usefixtures("unmeasured")
 def test_a_read_only_machine_costs_the_merged_metrics_and_nothing_else(start, temporary):
     # No file may have a byte: as on a read-only root, neither TMPDIR nor /tmp nor . is writable.
-    program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n{NOWHERE}"
-    service = start("--workers", "2", program=("-c", program)).ready(2)
+    changed = f"{NOWHERE}\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    service = start("--workers", "2", program=program(changed)).ready(2)
     (line,) = [line for line in service.lines if "WARNING" in line]
     assert re.search("no folder for the metrics of several workers: .*; set TMPDIR", line)
     kill_one(service, 3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,13 +18,14 @@ import pytest
 from service.engine.contexts import CLOSE_TIMEOUT_S
 from service.errors import ExitCode
 from service.process.signals import SAME_STOP_S
+from tests.faults.checks import STUCK_LOOP, program, until, workers_program
 from tests.service_process import PATIENCE_S, PROGRAM
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LIMIT_S = 3.0
 """Most seconds from the end of the drain to the end of the process."""
 
-SCRIPT = ("-c", "import sys; from service.__main__ import main; sys.exit(main())")
+SCRIPT = program()
 """The code of the console script `lenet-serve`."""
 
 
@@ -30,13 +33,11 @@ def until_received(service):
     """Wait for the first line of `main`: from then on the signals are blocked, and received."""
     status = Path(f"/proc/{service.process.pid}/status")
     wanted = sum(1 << (number - 1) for number in SIGNALS)
-    deadline_s = time.monotonic() + PATIENCE_S
-    while True:
-        (line,) = [line for line in status.read_text().splitlines() if line.startswith("SigBlk")]
-        if int(line.split()[1], 16) & wanted == wanted:
-            return
-        assert time.monotonic() < deadline_s
-        time.sleep(0.0005)
+
+    def blocked():
+        return int(re.search(r"SigBlk:\s+(\w+)", status.read_text())[1], 16)
+
+    until(lambda: blocked() & wanted == wanted)
 
 
 def assert_stopped(service):
@@ -46,15 +47,13 @@ def assert_stopped(service):
         assert word not in service.log
 
 
-def some_moments(few, many):
-    """Seconds after the first line of `main`, up to after the service is ready."""
-    return [
-        *few,
-        *(pytest.param(moment, marks=pytest.mark.long) for moment in many if moment not in few),
-    ]
-
-
 MANY = [index * 0.05 for index in range(30)]
+"""Seconds after the first line of `main`, up to after the service is ready."""
+
+
+def long(*arguments):
+    return pytest.param(*arguments, marks=pytest.mark.long)
+
 
 # From the first line on
 
@@ -99,21 +98,18 @@ MODULE = ("-m", "service")
 
 
 @pytest.mark.parametrize(
-    ("program", "number", "delay_s"),
+    ("how", "number", "delay_s"),
     [
         (MODULE, signal.SIGTERM, 0.0),
         (MODULE, signal.SIGINT, 0.3),
         (SCRIPT, signal.SIGINT, 0.0),
-        *(
-            pytest.param(program, number, moment, marks=pytest.mark.long)
-            for program in (MODULE, SCRIPT)
-            for number in (signal.SIGTERM, signal.SIGINT)
-            for moment in MANY
+        *itertools.starmap(
+            long, itertools.product((MODULE, SCRIPT), (signal.SIGTERM, signal.SIGINT), MANY)
         ),
     ],
 )
-def test_a_stop_is_exit_code_0_and_one_line_at_every_moment(start, program, number, delay_s):
-    service = start(program=program)
+def test_a_stop_is_exit_code_0_and_one_line_at_every_moment(start, how, number, delay_s):
+    service = start(program=how)
     until_received(service)
     time.sleep(delay_s)  # the moment is what is tested
     service.signal(number)
@@ -121,7 +117,7 @@ def test_a_stop_is_exit_code_0_and_one_line_at_every_moment(start, program, numb
     assert service.log.count(" stopped") == 1
 
 
-@pytest.mark.parametrize("delay_s", some_moments([0.6], [2 * moment for moment in MANY]))
+@pytest.mark.parametrize("delay_s", [0.6, *(long(2 * moment) for moment in MANY)])
 def test_a_stop_is_exit_code_0_at_every_moment_of_a_supervisor_s_life(start, delay_s):
     service = start("--workers", "2")
     until_received(service)
@@ -130,7 +126,7 @@ def test_a_stop_is_exit_code_0_at_every_moment_of_a_supervisor_s_life(start, del
     assert_stopped(service)
 
 
-@pytest.mark.parametrize("delay_s", some_moments([0.3], MANY))
+@pytest.mark.parametrize("delay_s", [0.3, *map(long, MANY)])
 def test_a_hangup_never_ends_the_start_and_is_satisfied_when_it_is_ready(
     start, second_version, delay_s
 ):
@@ -140,39 +136,28 @@ def test_a_hangup_never_ends_the_start_and_is_satisfied_when_it_is_ready(
     second_version()
     service.signal(signal.SIGHUP)
     service.ready()
-    deadline_s = time.monotonic() + PATIENCE_S
-    while '"version":"2"' not in service.predict()[1]:
-        assert time.monotonic() < deadline_s, service.log
+    until(lambda: '"version":"2"' in service.predict()[1])
     service.signal()
     assert_stopped(service)
 
 
-@contextlib.contextmanager
-def storm(service, number):
-    """Send the signal again and again until the process ends."""
-
-    def send():
-        while service.process.poll() is None:
-            service.process.send_signal(number)
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join(PATIENCE_S)
-
-
-@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", ["1", long("2")])
 def test_hangups_never_end_a_process_from_its_first_line_to_its_end(start, workers):
     service = start("--workers", workers)
     until_received(service)
-    with storm(service, signal.SIGHUP):
-        service.ready(int(workers))
-        assert service.predict()[0] == 200
-        service.signal()
-        assert service.wait() == ExitCode.STOPPED
+
+    def storm():
+        while service.process.poll() is None:
+            service.process.send_signal(signal.SIGHUP)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=storm)
+    thread.start()
+    service.ready(int(workers))
+    assert service.predict()[0] == 200
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    thread.join(PATIENCE_S)
     assert "Traceback" not in service.log
 
 
@@ -235,32 +220,9 @@ def stick(service, pid):
     service.wait_for("stuck")
 
 
-def program_with(text):
-    """The service after `text`, which may change it."""
-    return ("-c", f"{text}\nimport sys; from service.__main__ import main; sys.exit(main())")
-
-
-STUCK_LOOP = """
-import os, signal, time
-def stay(*_):
-    os.write(2, b"stuck\\n")
-    time.sleep(600)
-signal.signal(signal.SIGUSR1, stay)
-"""
-STUCK_WORKER = f"""
-from service import supervisor
-original = supervisor._work
-def work(*arguments):
-    exec({STUCK_LOOP!r}, {{}})
-    original(*arguments)
-def install():
-    supervisor._work = work
-"""
-
-
 @pytest.mark.usefixtures("unmeasured")
 def test_a_stop_abandons_a_stuck_event_loop_and_says_so(start):
-    service = start("--drain-timeout-s", "0.5", program=program_with(STUCK_LOOP)).ready()
+    service = start("--drain-timeout-s", "0.5", program=program(STUCK_LOOP)).ready()
     stick(service, service.process.pid)
     stop(service)
     service.wait_for("ending without the event loop, which is stuck")
@@ -269,7 +231,7 @@ def test_a_stop_abandons_a_stuck_event_loop_and_says_so(start):
 @pytest.mark.long
 @pytest.mark.usefixtures("unmeasured")
 def test_a_second_signal_exits_at_once_when_the_event_loop_is_stuck(start):
-    service = start(program=program_with(STUCK_LOOP)).ready()
+    service = start(program=program(STUCK_LOOP)).ready()
     stick(service, service.process.pid)
     service.signal(signal.SIGINT)
     time.sleep(SAME_STOP_S)  # sooner it would not be a second one
@@ -278,7 +240,7 @@ def test_a_second_signal_exits_at_once_when_the_event_loop_is_stuck(start):
     assert service.stopped_after_s() < 1
 
 
-@pytest.mark.parametrize("ready", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ready", [True, long(False)])
 def test_a_stop_ends_a_stopped_worker_in_time(start, ready):
     service = start("--workers", "2", "--drain-timeout-s", "0.5")
     service.wait_for("worker [0-9]+ started", 2)
@@ -293,9 +255,8 @@ def test_a_stop_ends_a_stopped_worker_in_time(start, ready):
 @pytest.mark.long
 @pytest.mark.usefixtures("unmeasured")
 def test_a_stuck_worker_ends_in_time_when_its_supervisor_was_killed(start, tmp_path):
-    (tmp_path / "stuck_worker.py").write_text(STUCK_WORKER)
-    program = program_with("import stuck_worker; stuck_worker.install()")
-    service = start("--workers", "2", "--drain-timeout-s", "0.5", program=program).ready(2)
+    stuck = workers_program(tmp_path, STUCK_LOOP)
+    service = start("--workers", "2", "--drain-timeout-s", "0.5", program=stuck).ready(2)
     stick(service, service.started_workers()[0])
     service.signal(signal.SIGKILL)
     # Waits for the end of the log, too, which the workers hold.

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from service.errors import ExitCode
-from tests.faults.checks import NO_TRACE
+from tests.faults.checks import NO_TRACE, program
 
 FAILS_WITHIN_S = 5.0
 
@@ -69,12 +69,9 @@ def test_a_start_on_a_gpu_fails_fast_with_one_line_when_something_is_missing(sta
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(content)
     hide = "" if files else "sys.modules['cupy'] = None; "
-    program = (
-        f"import sys; {hide}sys.path.insert(0, {str(folder)!r}); "
-        "from service.__main__ import main; sys.exit(main())"
-    )
+    changed = f"import sys; {hide}sys.path.insert(0, {str(folder)!r})"
     began_s = time.monotonic()
-    service = start("--device", "cuda", program=("-c", program))
+    service = start("--device", "cuda", program=program(changed))
     assert service.wait() == ExitCode.BACKEND
     assert time.monotonic() - began_s < FAILS_WITHIN_S
     (line,) = [line for line in service.lines if "ERROR" in line]

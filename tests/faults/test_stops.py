@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from http.client import HTTPResponse
 
 import grpc
 import numpy as np
@@ -18,6 +19,7 @@ from hpack import Decoder
 
 from benchmarks.grpc_stub import Stub
 from service.errors import ExitCode
+from tests.faults.checks import program, until, workers_program
 from tests.faults.clients import infer_request
 from tests.faults.http2 import OPENING, call_headers, message
 from tests.service_process import PATIENCE_S
@@ -36,102 +38,61 @@ REQUESTS = {
 
 COUNTING = """
 import os
-from service import supervisor
-
-def count_reads():
-    from wire.connection import Connection
-    receive = Connection.data_received
-    reads = os.open(f"reads.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    def data_received(self, data):
-        ports = self.peer.server[1], self.peer.client[1]
-        os.write(reads, b"%d %d %d\\n" % (*ports, len(data)))
-        receive(self, data)
-    Connection.data_received = data_received
-
-work = supervisor._work
-
-def counting_work(*arguments):
-    count_reads()
-    work(*arguments)
-
-def install(workers):
-    if workers == 1:
-        count_reads()
-    else:
-        supervisor._work = counting_work
+from wire.connection import Connection
+receive = Connection.data_received
+reads = os.open(f"reads.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def data_received(self, data):
+    ports = self.peer.server[1], self.peer.client[1]
+    os.write(reads, b"%d %d %d\\n" % (*ports, len(data)))
+    receive(self, data)
+Connection.data_received = data_received
 """
 """Notes both ports and the number of bytes of each read."""
 
 
-def program(workers):
-    return (
-        "-c",
-        f"import sys, counting; counting.install({workers})\n"
-        "from service.__main__ import main; sys.exit(main())",
-    )
+class Asking(threading.Thread):
+    """Asks over one connection after another until nobody listens."""
+
+    def __init__(self, port):
+        super().__init__()
+        self.port = port
+        self.start()
+
+    def run(self):
+        while True:
+            try:
+                connection = socket.create_connection(("127.0.0.1", self.port), PATIENCE_S)
+            except ConnectionError:
+                return
+            with connection:
+                self.use(connection)
 
 
-class Client:
-    """Sends requests, one after another, over kept or fresh connections, until nobody listens."""
+class Client(Asking):
+    """Sends requests of HTTP/1.1, one after another, over kept or fresh connections."""
 
     def __init__(self, port, request):
         self.request = request
         self.answered = Counter()
         """Requests with an answer, by the client's port."""
-        self.cut = []
-        """Ports of connections that ended where an answer was due."""
-        self.wrong = []
-        self._port = port
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self.cut, self.wrong = [], []
+        """Ports of connections that ended where an answer was due; statuses."""
+        super().__init__(port)
 
-    def join(self):
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive()
-
-    def _run(self):
-        while True:
-            try:
-                connection = socket.create_connection(("127.0.0.1", self._port), PATIENCE_S)
-            except ConnectionError:
-                return
-            with connection:
-                self._use(connection)
-
-    def _use(self, connection):
-        mine = connection.getsockname()[1]
-        while True:
+    def use(self, connection):
+        mine, closes = connection.getsockname()[1], False
+        while not closes:
+            answer = HTTPResponse(connection)
             try:
                 connection.sendall(self.request)
-                answer = read_answer(connection)
+                answer.begin()
+                answer.read()
             except ConnectionError:
-                answer = b""
-            if not answer:
                 self.cut.append(mine)
                 return
             self.answered[mine] += 1
-            head = answer.partition(b"\r\n\r\n")[0].lower()
-            if not head.startswith(b"http/1.1 200 "):
-                self.wrong.append(answer)
-            if b"connection: close" in head:
-                return
-
-
-def read_answer(connection):
-    """An answer with its body; b"" if the connection ends before its first byte."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        if not (part := connection.recv(65536)):
-            assert data == b"", "an answer was cut in its middle"
-            return b""
-        data += part
-    head, _, body = data.partition(b"\r\n\r\n")
-    length = int(head.lower().partition(b"content-length: ")[2].split()[0])
-    while len(body) < length:
-        part = connection.recv(65536)
-        assert part, "an answer was cut in its middle"
-        body += part
-    return head + b"\r\n\r\n" + body
+            self.wrong += [answer.status] * (answer.status != 200)
+            closes = answer.will_close
 
 
 def read_bytes(folder, port):
@@ -145,31 +106,20 @@ def read_bytes(folder, port):
     return found
 
 
-class Http2Client(threading.Thread):
+class Http2Client(Asking):
     """Keeps eight requests open on a connection, by turns predictions and calls of gRPC."""
 
     ENDLESS = 2**31 - 1
 
     def __init__(self, port):
-        super().__init__()
         self.answered = 0
         self.lost = []
         """Last stream, unanswered streams and frames of each connection that broke the promise."""
         self.cut = 0
         """Connections that ended before the service sent anything."""
-        self._port = port
-        self.start()
+        super().__init__(port)
 
-    def run(self):
-        while True:
-            try:
-                connection = socket.create_connection(("127.0.0.1", self._port), PATIENCE_S)
-            except ConnectionError:
-                return
-            with connection:
-                self._use(connection)
-
-    def _use(self, connection):
+    def use(self, connection):
         self._open, self._last, self._next, self._seen = set(), None, 1, Counter()
         try:
             connection.sendall(OPENING + h2.update(0, 1 << 30))
@@ -264,25 +214,20 @@ def rounds():
 def test_no_request_that_was_read_is_lost_when_it_stops_under_load(
     start, tmp_path, workers, grace_s, kind, index
 ):
-    (tmp_path / "counting.py").write_text(COUNTING)
+    counting = program(COUNTING) if workers == 1 else workers_program(tmp_path, COUNTING)
     flags = ("--workers", str(workers), "--grace-s", grace_s, "--drain-timeout-s", "3600")
-    service = start(*flags, program=program(workers)).ready(workers)
+    service = start(*flags, program=counting).ready(workers)
     clients = [Client(service.port, REQUESTS[kind]) for _ in range(CLIENTS[kind])]
     others = [Http2Client(service.grpc_port), Http2Client(service.grpc_port)]
     caller = GrpcClient(service.grpc_port)
-    ended_s = time.monotonic() + PATIENCE_S
-    while (
-        sum(client.answered.total() for client in clients) <= 50
-        or any(client.answered <= 50 for client in others)
-        or caller.answered <= 10
-    ):
-        assert time.monotonic() < ended_s, "they are not answered"
-        time.sleep(0.01)
+    until(lambda: sum(client.answered.total() for client in clients) > 50)
+    until(lambda: min(client.answered for client in others) > 50 and caller.answered > 10)
     time.sleep(index % 10 * 0.007)  # at different moments of their requests
     service.signal()
     code = service.wait()
     for client in (*clients, *others, caller):
-        client.join()
+        client.join(PATIENCE_S)
+        assert not client.is_alive()
     assert code == ExitCode.STOPPED
     answered = sum((client.answered for client in clients), Counter())  # ports come again
     lost = {

@@ -9,40 +9,20 @@ import time
 import pytest
 
 from service.errors import ExitCode
+from tests.faults.checks import STUCK_LOOP, workers_program
 from tests.service_process import PATIENCE_S
 
 CHECKS = 3
 """Checks, a second apart, that a worker may miss with the hang timeout of these tests."""
 
-STUCK_WORKER = """
-import os, signal, time
-from service import supervisor
-original = supervisor._work
-def stay(*_):
-    os.write(2, b"stuck\\n")
-    time.sleep(600)
-def work(*arguments):
-    signal.signal(signal.SIGUSR1, stay)
-    original(*arguments)
-def install():
-    supervisor._work = work
-"""
-PROGRAM = (
-    "-c",
-    "import sys, stuck_worker; stuck_worker.install()\n"
-    "from service.__main__ import main; sys.exit(main())",
-)
-
 
 @pytest.fixture
 def start_two(start, tmp_path, unmeasured):
     """Two ready workers, whose event loop stands still after SIGUSR1."""
-    (tmp_path / "stuck_worker.py").write_text(STUCK_WORKER)
 
-    def start_two(*arguments):
-        service = start(
-            "--workers", "2", "--hang-timeout-s", "0.5", *arguments, program=PROGRAM
-        ).ready(2)
+    def start_two(text=STUCK_LOOP):
+        changed = workers_program(tmp_path, text)
+        service = start("--workers", "2", "--hang-timeout-s", "0.5", program=changed).ready(2)
         assert service.predict()[0] == 200  # the log's lock is free again
         return service
 
@@ -94,14 +74,6 @@ def test_workers_that_are_stuck_again_and_again_end_the_service_with_6(start_two
     assert service.wait() == ExitCode.WORKERS
 
 
-def stopped_for(service, pids, seconds):
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(seconds)  # it is the passing of time that nothing may come of
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("who", ["supervisor", "all"])
 def test_no_worker_is_killed_when_the_supervisor_or_all_were_stopped_as_in_a_suspend(
@@ -110,8 +82,10 @@ def test_no_worker_is_killed_when_the_supervisor_or_all_were_stopped_as_in_a_sus
     service = start_two()
     workers = service.started_workers()
     stopped = [service.process.pid, *(workers if who == "all" else ())]
-    stopped_for(service, stopped, CHECKS + 2)
-    time.sleep(CHECKS + 1)  # as long as a worker that was missed would live
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in stopped:
+            os.kill(pid, number)
+        time.sleep(CHECKS + 2)  # it is the passing of time that nothing may come of
     assert_serving(service)
     assert service.started_workers() == workers
     assert "no sign of life" not in service.log
@@ -120,19 +94,8 @@ def test_no_worker_is_killed_when_the_supervisor_or_all_were_stopped_as_in_a_sus
 
 
 @pytest.mark.long
-def test_a_worker_that_starts_slowly_is_waited_for(start, tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "from service import supervisor\n"
-        "import time\n"
-        "original = supervisor._work\n"
-        "def work(*arguments):\n"
-        f"    time.sleep({CHECKS + 2})\n"
-        "    original(*arguments)\n"
-        "def install():\n"
-        "    supervisor._work = work\n"
-    )
-    program = (PROGRAM[0], PROGRAM[1].replace("stuck_worker", "slow"))
-    service = start("--workers", "2", "--hang-timeout-s", "0.5", program=program).ready(2)
+def test_a_worker_that_starts_slowly_is_waited_for(start_two):
+    service = start_two(f"import time; time.sleep({CHECKS + 2})")
     assert len(service.started_workers()) == 2
     service.signal()
     assert service.wait() == ExitCode.STOPPED

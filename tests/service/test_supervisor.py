@@ -160,25 +160,13 @@ def test_no_worker_outlives_a_supervisor_that_is_killed_while_they_import(
     assert service.wait() == -signal.SIGKILL  # the log ends with the last process that holds it
 
 
-def loaded(service):
-    """The versions that any worker's metrics name."""
-    return {
-        sample.labels["version"]
-        for family in text_string_to_metric_families(service.get("/metrics")[1])
-        for sample in family.samples
-        if sample.name == "lenet_model_info"
-    }
-
-
 def test_every_worker_reloads_and_nobody_dies_when_all_are_hung_up(start_two, second_version):
     service = start_two().ready(workers=2)
-    assert loaded(service) == {"1"}
     second_version()
     service.signal_all(signal.SIGHUP)
     service.wait_for("version 2 .* replaced version 1", 2)
     for _ in range(10):
         assert '"version":"2"' in service.predict()[1]
-    assert loaded(service) == {"2"}
     service.signal()
     assert service.wait() == ExitCode.STOPPED
     assert "resource_tracker" not in service.log
