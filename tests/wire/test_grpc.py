@@ -597,14 +597,14 @@ def test_the_client_sends_no_more_than_its_window_while_messages_wait():
     client = Client(call := Calls(many=True)).send(ABC).turn()
     call.is_ahead = True
     before = client.room
-    client.send(message(bytes(1000)) * 200)
+    client.send(message(bytes(1000)) * 1030)
     client.turn()
     assert call.sizes == [3]
-    assert client.room == before - 200 * 1005
+    assert client.room == before - 1030 * 1005
     call.is_ahead = False
     call.exchange.read_on()
     client.turn()
-    assert call.sizes == [3] + [1000] * 200
+    assert call.sizes == [3] + [1000] * 1030
 
 
 def test_a_call_that_answers_waits_for_a_client_that_does_not_read():
