@@ -92,42 +92,12 @@ def changed(value: Any, rng: random.Random) -> Any:
         if rng.random() < 0.2:
             return value[:at] + [value[at]] * 2 + value[at + 1 :]
         return [*value[:at], changed(value[at], rng), *value[at + 1 :]]
-    return rng.choice(
-        (
-            *(
-                0,
-                1,
-                2,
-                8,
-                9,
-                28,
-                784,
-                785,
-                255,
-                256,
-                -1,
-                2**31,
-                2**63 - 1,
-                2**63,
-                10**400,
-                0.5,
-                28.0,
-            ),
-            *(True, None, "", "image", "label", "probabilities", "UINT8", "FP32", "INT64", "00"),
-            *(
-                "0000c07f",
-                "ff",
-                "0000803f",
-                math.nan,
-                math.inf,
-                -0.0,
-                [],
-                [28, 28],
-                [1, 784],
-                [value],
-            ),
-        )
-    )
+    return rng.choice((*_NUMBERS, *_TEXTS, *_OTHERS, [value]))
+
+
+_NUMBERS = (0, 1, 2, 8, 9, 28, 784, 785, 255, 256, -1, 2**31, 2**63 - 1, 2**63, 10**400, 0.5, 28.0)
+_TEXTS = ("", "image", "label", "probabilities", "UINT8", "FP32", "INT64", "00", "ff", "0000c07f")
+_OTHERS = (True, None, "0000803f", math.nan, math.inf, -0.0, [], [28, 28], [1, 784])
 
 
 # Messages
