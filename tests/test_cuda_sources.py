@@ -16,6 +16,8 @@ import pytest
 from lenet.cuda import conv1, fused_network
 from lenet.cuda.convolutions import Convolutions
 from lenet.cuda.device import Limits
+from lenet.cuda.epilogue import EpilogueShape
+from lenet.cuda.graphs import Convolution
 from lenet.model import (
     ARCHITECTURES,
     IDENTITY,
@@ -26,6 +28,7 @@ from lenet.model import (
     Model,
     Pool,
 )
+from trainer.ops_cuda.first_filter import macros as macros_of
 
 pytestmark = pytest.mark.process  # runs a compiler
 
@@ -36,34 +39,17 @@ GPUS = ("75", "80", "86", "89", "90", "100", "120")
 SCALARS = ("float", "__half")
 
 
-def pair(name, values):
-    """The macros of both axes, vertical first."""
-    return dict(zip((f"{name}H", f"{name}W"), values, strict=True))
+def epilogue(side, channels, pool=None, kind="relu", norm=True):
+    """Macros of epilogue.cu for a square image."""
+    c = -(-channels // 8) * 8
+    shape = EpilogueShape(side, side, c, channels, pool, Activation(kind), norm, "")
+    return {name: value for name, value in shape.macros().items() if name != "SCALAR"}
 
 
-def epilogue(height, channels, window=(1, 1), pool="NONE", activation="relu", norm=1, **fields):
-    """Macros of epilogue.cu for a square image; `fields`: stride (default: window), padding."""
-    stride = fields.get("stride", window)
-    padding = fields.get("padding", (0, 0))
-    out = [(height + 2 * p - w) // s + 1 for w, s, p in zip(window, stride, padding, strict=True)]
-    axes = pair("", (height, height)) | pair("O", out) | pair("WINDOW_", window)
-    return axes | pair("STRIDE_", stride) | pair("PAD_", padding) | {
-        "C": -(-channels // 8) * 8,
-        "CHANNELS": channels,
-        "POOL": pool,
-        "NORM": norm,
-        "ACTIVATION": activation,
-        "PARAMETER": "1.0f",
-        "INDEX": "uint8" if window[0] * window[1] <= 256 else "uint16",
-    }  # fmt: skip
-
-
-def first_filter(kernel, channels, stride=1, padding=0, dilation=1):
+def first_filter(kernel, channels, **geometry):
     """Macros of first_filter.cu for a 28 x 28 image."""
-    out = (28 + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-    axes = pair("STRIDE_", (stride,) * 2) | pair("PAD_", (padding,) * 2)
-    axes |= pair("DILATION_", (dilation,) * 2) | pair("", (28, 28)) | pair("O", (out, out))
-    return axes | {"C": channels, "R": kernel, "S": kernel}
+    filters = channels, kernel, kernel, 1
+    return macros_of(Convolution("forward", "fp32", (1, 28, 28, 1), filters, **geometry))
 
 
 def conv1_macros(kernel, channels, padding=(0, 0), pool="MAX", size=(28, 28), activation="relu"):
@@ -87,17 +73,17 @@ ODD = Model(
 )
 
 EPILOGUES = {
-    "conv1": epilogue(24, 32, (2, 2), "MAX"),
-    "conv2": epilogue(8, 64, (2, 2), "MAX"),
+    "conv1": epilogue(24, 32, Pool("max")),
+    "conv2": epilogue(8, 64, Pool("max")),
     "dense": epilogue(1, 512),
-    "logits": epilogue(1, 10, activation="identity", norm=0),
-    "classic": epilogue(24, 6, (2, 2), "AVERAGE", "tanh", norm=0),
+    "logits": epilogue(1, 10, kind="identity", norm=False),
+    "classic": epilogue(24, 6, Pool("average"), "tanh", norm=False),
 }
 OTHER_EPILOGUES = {
-    "overlapping": epilogue(13, 20, (3, 2), "MAX", "elu", stride=(2, 1), padding=(1, 1)),
-    "padded": epilogue(13, 24, (3, 3), "AVERAGE", "sigmoid", stride=(1, 1), padding=(1, 1)),
-    "global-average": epilogue(8, 16, (8, 8), "AVERAGE", "clipped_relu"),
-    "wide-window": epilogue(24, 8, (24, 24), "MAX", norm=0),
+    "overlapping": epilogue(13, 20, Pool("max", (3, 2), (2, 1), (1, 1)), "elu"),
+    "padded": epilogue(13, 24, Pool("average", (3, 3), (1, 1), (1, 1)), "sigmoid"),
+    "global-average": epilogue(8, 16, Pool("global_average"), "clipped_relu"),
+    "wide-window": epilogue(24, 8, Pool("max", (24, 24), (24, 24)), norm=False),
 }
 
 
@@ -184,7 +170,7 @@ OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
     ),
     "first-filter-largest": (
         TRAINING / "first_filter.cu",
-        first_filter(7, 40, stride=2, padding=3, dilation=2),
+        first_filter(7, 40, stride=(2, 2), padding=(3, 3), dilation=(2, 2)),
     ),
     "first-filter-smallest": (TRAINING / "first_filter.cu", first_filter(1, 8)),
     "loss-unpadded": (TRAINING / "loss.cu", {"CLASSES": 8, "PADDED": 8}),
@@ -224,7 +210,10 @@ class Nvrtc:
 
     def compile(self, source, macros, scalar, gpu, fails=False):
         """The log of NVRTC and ptxas from compiling one specialisation of a file."""
-        words = [f"-D{name}={value}" for name, value in {**macros, "SCALAR": scalar}.items()]
+        words = [
+            f"-D{name}={value}f" if isinstance(value, float) else f"-D{name}={value}"
+            for name, value in {**macros, "SCALAR": scalar}.items()
+        ]
         words = [word.encode() for word in (*self._options, f"--gpu-architecture=sm_{gpu}", *words)]
         program, size = ctypes.c_void_p(), ctypes.c_size_t()
         arguments = source.read_bytes(), source.name.encode(), 0, None, None
