@@ -6,9 +6,9 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wire.access_log import AccessLog
 from wire.answer import FAILURES, Answer, log_failure
@@ -26,6 +26,13 @@ refused request ends the connection, or its stream."""
 
 Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
+
+if TYPE_CHECKING:
+    from wire.http1_exchanges import Http1Exchanges
+    from wire.http2_exchanges import Http2Exchanges
+
+    Writer: TypeAlias = Http1Exchanges | Http2Exchanges
+    """Writes answers. What is written for an exchange that has ended is dropped."""
 
 Start: TypeAlias = Callable[[Callable[[], None]], None]
 """Begins something, and calls its argument at the end."""
@@ -47,61 +54,6 @@ class Peer:
     state: Mapping[str, Any]
     header_timeout_s: float
     keep_alive_s: float
-
-
-class Writer(Protocol):
-    """Writes the answers of a connection's requests, in its version of HTTP.
-
-    What is written for an exchange that has ended is dropped.
-    """
-
-    peer: Peer
-
-    def ask_for_body(self, exchange: Exchange) -> None:
-        """Tell a client that waits for it to send the body."""
-        ...
-
-    def run(self, exchange: Exchange, start: Start) -> None:
-        """Call `start` when the application may answer `exchange`."""
-        ...
-
-    def taken(self, exchange: Exchange, size: int) -> None:
-        """The exchange has no more use for `size` bytes of its body."""
-        ...
-
-    def answer(self, exchange: Exchange, answer: Answer) -> None:
-        """A whole answer, or all but its `rest`: `write` and `finish` follow then."""
-        ...
-
-    def start(
-        self,
-        exchange: Exchange,
-        status: int,
-        headers: list[tuple[bytes, bytes]],
-        length: int | None,
-    ) -> None:
-        """The beginning of an answer, whose body has `length` bytes if that is known."""
-        ...
-
-    def write(self, exchange: Exchange, pieces: Iterable[bytes]) -> None:
-        """The next pieces of its body."""
-        ...
-
-    def finish(self, exchange: Exchange) -> None:
-        """The end of the answer."""
-        ...
-
-    def reset(self, exchange: Exchange, fault: bool = False) -> None:
-        """Give the answer up in its middle; `fault`: by one of our own."""
-        ...
-
-    def is_open(self, exchange: Exchange) -> bool:
-        """Whether anything may be written for it."""
-        ...
-
-    async def drained(self, exchange: Exchange) -> None:
-        """Wait until the client has read enough."""
-        ...
 
 
 class Exchange:

@@ -7,12 +7,11 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from wire.access_log import AccessLog
 from wire.answer import status_line
 from wire.budget import Budget
-from wire.errors import Refusal
 from wire.exchange import Application
 from wire.gate import Gate
 from wire.head import FastRoutes, Heads
@@ -21,6 +20,9 @@ from wire.http2_head import Http2Head, Methods
 from wire.streams import Places
 from wire.tls import ServedCertificate
 from wire.turns import SingleSteps, Turns
+
+if TYPE_CHECKING:
+    from wire.connection import Connection
 
 _KNOWN_STARTS = 512
 
@@ -34,24 +36,6 @@ _COLLECTED_CONNECTIONS = 1000
 
 async def _nothing(scope: object, receive: object, send: object) -> None:
     """No application."""
-
-
-class Watched(Protocol):
-    """A connection, hashed by identity."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def check_time(self, now_s: float) -> None:
-        """Close the connection, or end a request, if it waited too long for its client."""
-        ...
-
-    def shutdown(self) -> None:
-        """The server stops: answer what has begun, and close."""
-        ...
-
-    def give_up(self, error: Refusal) -> None:
-        """Answer what is not answered with `error`."""
-        ...
 
 
 class Shared:
@@ -103,7 +87,7 @@ class Shared:
         self.places = Places(self.turns)
         self.handshake_steps = SingleSteps()
         """Steps of TLS handshakes. The one that signs takes 1 ms."""
-        self.connections: set[Watched] = set()
+        self.connections: set[Connection] = set()
         self.removed: Callable[[], None] = lambda: None
         self.refused: Callable[[], None] = lambda: None
         """Called for each connection beyond the limit."""
@@ -122,7 +106,7 @@ class Shared:
         """Beginnings of HTTP/1.1 answers, by the arguments of `answer_start`."""
         self._blocks: dict[tuple[int, bytes, int], bytes] = {}
 
-    def add(self, connection: Watched) -> None:
+    def add(self, connection: Connection) -> None:
         """Watch the time of a connection that was made."""
         self.connections.add(connection)
         if not self._sweeping:
@@ -130,7 +114,7 @@ class Shared:
             self._renew_date()
             connection.loop.call_later(self._sweep_s, self._sweep, connection.loop)
 
-    def remove(self, connection: Watched) -> None:
+    def remove(self, connection: Connection) -> None:
         """Forget a connection that was lost."""
         self.connections.discard(connection)
         self.removed()

@@ -76,14 +76,12 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._steps.add(self._step)
 
     def eof_received(self) -> bool:
-        """The client has closed its side."""
         if not self._complete or self._closed:
             return False
         self._end()
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
         self._closed = True
         self._connection.connection_lost(exc)
         del self._tls, self._incoming, self._outgoing  # 50 KB, in a cycle
@@ -152,7 +150,6 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     # Called by the connection.
 
     def write(self, data: Any) -> None:
-        """Encrypt `data` and send it."""
         if self._closed:
             return
         if len(data) > _AT_ONCE_BYTES:
@@ -168,35 +165,28 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._close()
 
     def close(self) -> None:
-        """Close the connection when all is sent."""
         if not self._plain.is_closing():
             self._close()
             self._plain.close()
 
     def abort(self) -> None:
-        """Close the connection at once."""
         self._plain.abort()
 
     def is_closing(self) -> bool:
-        """Whether it is closed, or will be."""
         return self._plain.is_closing()
 
     def pause_reading(self) -> None:
-        """Read no more."""
         self._wants_data = False
         if not self._step_planned:
             self._plain.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read again."""
         self._wants_data = True
         if not self._step_planned:
             self._plain.resume_reading()
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that the client has not taken."""
         return self._plain.get_write_buffer_size()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """As that of the plain transport."""
         return self._plain.get_extra_info(name, default)
