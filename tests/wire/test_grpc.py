@@ -623,7 +623,11 @@ def test_a_call_that_answers_waits_for_a_client_that_does_not_read():
     client.h2.increment_flow_control_window(10, 1)
     client.turn()
     assert not done
+    client.loop.call(client.connection.pause_writing)
     client.h2.increment_flow_control_window(100, 1)
+    client.turn()
+    assert not done  # the window is open, and the socket takes nothing
+    client.loop.call(client.connection.resume_writing)
     client.turn()
     assert done
     assert task.done()
