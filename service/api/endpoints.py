@@ -78,7 +78,6 @@ async def _receive(request: Request, call: ImageRequest, length: int | None) -> 
             call.wait_for_body()
             message = await request.receive()
             if message["type"] == "http.disconnect":
-                call.cancel()
                 return True
             body, more = message.get("body", b""), message.get("more_body", False)
             if not more and len(body) == length:
@@ -93,7 +92,6 @@ async def _receive(request: Request, call: ImageRequest, length: int | None) -> 
     if call.done:
         return False
     await request.receive()  # nothing but a disconnect follows the body, see `Middleware`
-    call.cancel()
     return True
 
 
