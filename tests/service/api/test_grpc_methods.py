@@ -18,6 +18,7 @@ from service.api.grpc_methods import HealthServicer
 from service.forms import open_inference_pb2 as pb
 from tests.service.api.conftest import failure
 from tests.service_process import PATIENCE_S, grpc_call
+from tests.wire.doors import until
 
 SERVICE = "inference.GRPCInferenceService"
 Check = health_pb2.HealthCheckRequest
@@ -70,6 +71,8 @@ def test_a_change_right_behind_a_status_is_reported(run_virtually):
 
 
 async def test_watchers_hear_of_each_change_also_when_others_leave(stub, running):
+    await health(stub)
+    idle = len(asyncio.all_tasks())
     names = ("", SERVICE, "tiny", "tiny", "nothing")
     watches = [health_stub(stub.channel).Watch(Check(service=name)) for name in names]
     expected = ["SERVING"] * 4 + ["SERVICE_UNKNOWN"]
@@ -78,6 +81,9 @@ async def test_watchers_hear_of_each_change_also_when_others_leave(stub, running
     running.models.ready = False
     for number in (0, 1, 3):
         assert await next_status(watches[number]) == "NOT_SERVING"
+    for watch in watches:
+        watch.cancel()
+    await until(lambda: len(asyncio.all_tasks()) <= idle)  # a watch ends with its client
 
 
 async def test_streams_do_not_prolong_a_stop_and_end_as_unavailable(running, caplog):
