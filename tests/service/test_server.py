@@ -19,6 +19,7 @@ from benchmarks.grpc_stub import Stub
 from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
 from service.assembly import open_service
+from service.engine.versions import WeightsFolder
 from service.errors import ExitCode, Unavailable
 from service.forms import open_inference_pb2 as pb
 from service.process.signals import Signals
@@ -93,6 +94,19 @@ async def test_everything_is_closed_when_what_runs_inside_fails(settings):
             raise RuntimeError("inside")
     assert not service.models.ready
     assert not threads()
+
+
+async def test_a_reload_under_way_ends_with_the_service(settings, monkeypatch):
+    begun, may_read = threading.Event(), threading.Event()
+    async with open_service(settings, grpc_port=0) as service:
+        monkeypatch.setattr(
+            WeightsFolder, "read", lambda *_: begun.set() or may_read.wait(PATIENCE_S)
+        )
+        service.repository.request_reload()
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
+    may_read.set()
+    running = {task.get_coro().__qualname__.partition(".")[0] for task in asyncio.all_tasks()}
+    assert "Repository" not in running
 
 
 async def test_the_version_is_0_when_the_distribution_is_not_installed(settings, monkeypatch):
