@@ -190,8 +190,8 @@ class GrpcStream(Exchange):
             whole = size >= 0 and not data[0] and int.from_bytes(data[1:5], "big") == size
             if between and whole:  # the frequent case: a frame is a message
                 self.since_s = self.writer.active_s
-                message = call.message(size)
                 self.writer.http2.taken(self.stream, len(data))
+                message = call.message(size)
                 message.complete(data[5:] if size < _COPIED_BYTES else memoryview(data)[5:])
                 if end:
                     call.half_close()
