@@ -132,18 +132,7 @@ ABOUT_OTHER_THINGS = {
 
 NOT_MOVED = {
     "service/api/test_body.py",
-    "service/api/test_infer.py",
-    "service/rpc/test_guard.py",
-    "service/rpc/test_infer.py",
-    "service/rpc/test_methods.py",
-    "service/rpc/test_servicer.py",
-    "service/rpc/test_stream_infer.py",
     "service/test_every_route.py",
-    "service/test_metrics.py",
-    "service/test_oip_json.py",
-    "service/test_oip_proto.py",
-    "service/test_open_inference.py",
-    "service/test_traces.py",
 }
 """Files of tests whose module has moved without them."""
 
