@@ -102,14 +102,11 @@ class Decoders:
     def __init__(self, metrics: Metrics, count: int, memory_bytes: int) -> None:
         """`count` processes at most, two at least, each with so many bytes of memory."""
         assert count >= 2, "bug: large work would take the only decoder"
-        self._count, self._memory_bytes = count, memory_bytes
-        self._metrics = metrics
+        self._metrics, self._count, self._memory_bytes = metrics, count, memory_bytes
         self._loop = asyncio.get_running_loop()
-        self._small: dict[Job, None] = {}
-        self._large: dict[Job, None] = {}
+        self._small, self._large = dict[Job, None](), dict[Job, None]()
         self._large_running = 0
         self._decoders: set[_Decoder] = set()
-        self._starting = 0
         self._idle: list[_Decoder] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -165,13 +162,12 @@ class Decoders:
 
     def _wait(self, job: Job) -> None:
         """Raises: Overloaded."""
-        waiting = self._waiting(job)
         most = MAX_LARGE_WAITING if job.is_large else MAX_WAITING
-        if len(waiting) >= most:
+        if len(self._waiting(job)) >= most:
             kind = "large requests" if job.is_large else "requests"
             message = f"{most} {kind} wait to be decoded; try again later"
             raise Overloaded(message, retry_after_s=1)
-        waiting[job] = None
+        self._waiting(job)[job] = None
 
     def _large_may_run(self) -> int:
         return min(len(self._large), self._count - 1 - self._large_running)
@@ -181,12 +177,11 @@ class Decoders:
         work = len(self._small) + self._large_may_run()
         for decoder in self._idle[-work:] if work else ():
             decoder.wake()
-        free = len(self._idle) + self._starting
+        free = len(self._idle) + sum(not one.is_ready for one in self._decoders)
         try:
             while free < work and len(self._decoders) < self._count:
                 decoder = _Decoder(self._memory_bytes)
                 self._decoders.add(decoder)
-                self._starting += 1
                 free += 1
                 task = self._loop.create_task(self._run(decoder))
                 self._tasks.add(task)
@@ -201,14 +196,9 @@ class Decoders:
         """Give `decoder` work until it is idle for long, or is lost."""
         reason: DecoderEnd = "died"
         job: Job | None = None
-        has_started = False
         try:
-            try:
-                async with asyncio.timeout(_START_S):
-                    await decoder.ready()
-            finally:
-                self._starting -= 1
-            has_started = True
+            async with asyncio.timeout(_START_S):
+                await decoder.start()
             while (job := await self._next(decoder)) is not None:
                 outcome = await decoder.decode(job)
                 done, job = job, None
@@ -218,9 +208,8 @@ class Decoders:
             if decoder.is_killed:
                 reason = "cancelled"
             else:
-                self._report(
-                    "a decoding process died%s", "" if job is None else ", and its request"
-                )
+                its = "" if job is None else ", and its request"
+                self._report("a decoding process died%s", its)
         except (ValueError, KeyError, TypeError) as exc:
             # The decoded content may have compromised the process.
             self._report("a decoding process sent an invalid reply: %s", exc)
@@ -231,7 +220,7 @@ class Decoders:
             if job is not None:
                 failed = InferenceFailed("the process that decoded this body died")
                 self._done(job, stopping() if self._closed else failed)
-            if has_started:
+            if decoder.is_ready:
                 self._dispatch()
             elif not self._decoders:  # nor would the next one start
                 self._fail_waiting(InferenceFailed("a decoding process died while it started"))
@@ -306,6 +295,8 @@ class _Decoder:
         self._killer: asyncio.TimerHandle | None = None
         self._is_sent = False
         self._began_s = 0.0
+        self.is_ready = False
+        """Whether the process has started."""
         self.is_killed = False
         """Whether `cancel` has killed it."""
         self._socket, theirs = socket.socketpair()
@@ -317,10 +308,11 @@ class _Decoder:
                 raise
         self._socket.setblocking(False)
 
-    async def ready(self) -> None:
+    async def start(self) -> None:
         """Wait for the process to start. Raises: EOFError, OSError, ValueError."""
         if await self._receive(HEAD.size) != READY:
             raise ValueError("a reply before it was ready")
+        self.is_ready = True
 
     def wake(self) -> None:
         """End `woken`."""

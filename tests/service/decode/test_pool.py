@@ -20,7 +20,6 @@ from service.decode import pool as decoders
 from service.decode.decoding_process import HEAD, READY
 from service.decode.pool import Decoders
 from service.errors import (
-    DeadlineExceeded,
     InferenceFailed,
     InvalidInput,
     Overloaded,
@@ -226,16 +225,17 @@ async def test_a_picture_that_takes_too_much_memory_is_too_large():
 # Work that ends
 
 
-async def test_work_ends_early_after_its_deadline(pool, monkeypatch):
+async def test_cancelled_work_ends_early(pool, monkeypatch):
     monkeypatch.setattr(decoders, "_CANCEL_S", PATIENCE_S)  # no process is killed
-    await decode_by(pool, body(PNG), seven(), PATIENCE_S)
-    (pid,) = pool.pids
-    for _ in range(10):
-        with pytest.raises(DeadlineExceeded):
-            await decode_by(pool, body(FORM), LONG, 0.05)
-    assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
-    assert cpu_s(*pool.pids) < 8, "the ten forms take 40 s"
-    assert pid in pool.pids
+    with outcomes(pool) as start:
+        for _ in range(5):
+            job, called = start(body(FORM), LONG)
+            await until(lambda job=job: job.decoder)
+            pool.cancel(job)
+            await until(lambda called=called: called)
+            assert called == ["ended"]
+    assert cpu_s(*pool.pids) < 10, "the five forms take 20 s"
+    assert len(pool.pids) == 1
 
 
 @pytest.mark.states(
