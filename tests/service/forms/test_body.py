@@ -435,6 +435,16 @@ def test_parts_of_every_type_are_read_in_their_order():
     assert images[3:, :, :8].max() < 30
 
 
+def test_pictures_of_a_form_share_the_limit_of_pixels():
+    limits = Limits(max_images=8, max_picture_pixels=2 * 784)
+    assert len(decode(as_form(*[(None, picture())] * 2), FORM, limits=limits)) == 2
+    with pytest.raises(
+        TooLarge, match="at most 1568 in a request, 1568 of which are used"
+    ) as caught:
+        decode(as_form(*[(None, picture())] * 3), FORM, limits=limits)
+    assert caught.value.field == "parts[2]"
+
+
 def test_a_long_content_type_is_refused_before_it_is_parsed(monkeypatch):
     monkeypatch.setattr("python_multipart.multipart.parse_options_header", None)
     error = refused(as_form((RAW, ONE.tobytes())), "multipart/form-data" + "; a=b" * 12_000)
