@@ -23,18 +23,13 @@ class runtime:
     def runtimeGetVersion(): return 13020
     def driverGetVersion(): return {driver}
 """
-CUDNN = """
-def backend_version(): {version}
-def backend_version_string(): return "8.9.7"
-"""
 
 
-def machine(count="return 1", driver=13000, version="return 91900"):
+def machine(count="return 1", driver=13000):
     return {
         "cupy/__init__.py": "from cupy import cuda",
         "cupy/cuda/__init__.py": CUPY.format(count=count, driver=driver),
         "cupy/cuda/cublas.py": "",
-        "cudnn.py": CUDNN.format(version=version),
     }
 
 
@@ -49,14 +44,8 @@ MACHINES = {
     "no GPU": (machine("raise Error(100)"), "there is no NVIDIA GPU"),
     "GPUs hidden": (machine("return 0"), "there is no NVIDIA GPU"),
     "MPS out of reach": (machine("raise Error(805)"), "see nvidia-smi"),
-    "no cuDNN package": (
-        {**machine(), "cudnn.py": "raise ImportError('no module')"},
-        "nvidia-cudnn-frontend cannot be loaded",
-    ),
-    "no libcudnn": (machine(version="raise OSError('not found')"), "libcudnn.so.9"),
-    "cuDNN 8": (machine(version="return 8907"), "found cuDNN 8.9.7, expected major version 9"),
 }
-"""Stand-ins for the GPU libraries and what is said; tests/gpu has the real ones."""
+"""Stand-ins for CuPy and what is said; tests/gpu has the real one, tests/lenet/cuda the rest."""
 
 
 @pytest.mark.long
