@@ -344,9 +344,7 @@ def test_the_windows_of_a_client_are_those_that_are_written():
     assert 65_535 + grown(0) == of_connection
     client.send(h2.data(payload=bytes(30_000)))
     assert settings[h2.WINDOW] - 30_000 + grown(1) == then
-
-
-def test_the_body_of_a_refused_request_over_http_2_is_not_read_to_its_end():
+    # The body of a refused request is not read to its end.
     client = Client(h2.START + h2.headers(h2.block(path=b"/fast?x=1", method=b"POST"), 4))
     found = [client.send(h2.data(1, bytes(15_000), 0)).outcome() for _ in range(5)]
     assert found == [None] * 4 + ["400"], "64 KiB are dropped, so that the stream can go on"
