@@ -16,6 +16,7 @@ HALVED = Pool("max")
         (ConvBlock(9, (5, 5)), True, True),
         # A weight in float is two halves, and twice as many do not fit into the registers.
         (ConvBlock(9, (10, 9), pool=HALVED), True, False),
+        (ConvBlock(9, (12, 9), pool=HALVED), True, False),  # all eight steps
         (ConvBlock(9, (15, 9), pool=HALVED), False, False),
         (ConvBlock(9, (5, 5), stride=(2, 1), pool=HALVED), False, False),
         (ConvBlock(9, (5, 5), dilation=(1, 2), pool=HALVED), False, False),
