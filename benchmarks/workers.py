@@ -61,6 +61,7 @@ CASES = (
     Case("floor_32", 1, 32, floor=True),
     Case("single_128", 1, 128),
     Case("images_64", 64, 4, several=True),
+    Case("floor_64", 64, 4, floor=True),
     Case("images_1024", 1024, 4, several=True),
     Case("images_1024_json", 1024, 4, accept=JSON),
     Case("images_8192", 8192, 4),

@@ -18,10 +18,11 @@ CONTEXTS = {"cpu": 1, "cuda": 2}
 MAX_BATCH_ROWS = {"cpu": 64, "cuda": 1024}
 BUSY_POLL_US = {"cpu": 0, "cuda": 200}
 OVERLAP_ROWS = 64
-"""Default `overlap_rows` of a single GPU, see `Batcher`. An H200 takes about as long for several
-dozen rows as for one,
-but each batch costs the host's time. With 512, four connections that send 64 images each waited for
-each other, and got 0.8 of the throughput (2026-11-22)."""
+"""Rows: the default `overlap_rows` of a single GPU, see `Batcher`. An H200 takes about as long for
+several dozen rows as for one, but each batch costs the host's time. With 512, four connections that
+send 64 images each waited for each other, and got 0.8 of the throughput (2026-11-22); with 128, in
+pairs, they got as much as with 64: half the launches, but the device waits for the second of a pair
+(H100, 2026-11-27)."""
 
 
 @dataclass(frozen=True, slots=True)
