@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lenet.files import write_atomically
-from lenet.model import named
+from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
 from trainer import commands, export, loop
 from trainer.commands import run
@@ -88,7 +88,7 @@ def test_fit_trains_on_the_gpu_that_is_there_and_verifies_its_result_on_the_cpu(
     assert "GPU 0: 12 MB of memory" in lines
 
 
-@pytest.mark.parametrize("name", ["lenet-classic", "cnn-32-64"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.process
 def test_fit_trains_and_verifies_every_named_architecture(arguments, tmp_path, name):
     assert main([*arguments, "--model", name, "--epochs", "1"]) == 0
