@@ -69,6 +69,8 @@ _BEGIN = status_field(200) + literals(
 def timeout_s_of(headers: Mapping[str, str]) -> float | None:
     """The time that a client gives its call, in seconds; None without a limit.
 
+    A second and more is rounded up to a millisecond: most clients send what is left of one timeout.
+
     Raises: InvalidInput.
     """
     text = headers.get("grpc-timeout")
@@ -80,7 +82,8 @@ def timeout_s_of(headers: Mapping[str, str]) -> float | None:
             f"grpc-timeout: got {shown(text)}, expected up to 8 digits and one of H, M, S, m, u, n",
             field="grpc-timeout",
         )
-    return int(found[1]) * _UNITS_S[found[2]]
+    timeout_s = int(found[1]) * _UNITS_S[found[2]]
+    return timeout_s if timeout_s < 1 else math.ceil(timeout_s * 1e3) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +91,8 @@ class Method:
     """One method of a service.
 
     Args:
-        read: reads the options in a call's headers, names in lower case. Equal ones are read once.
-            Raises Refusal.
+        read: reads the options in a call's headers, names in lower case. Equal ones are read once;
+            timeouts are equal if `timeout_s_of` says the same of them. Raises Refusal.
         open: begins a call.
         refused: counts a call that failed at its headers.
         is_open: whether its calls need no key.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 
 from wire.answer import refusal
@@ -15,7 +16,7 @@ from wire.errors import (
     shown,
 )
 from wire.gate import Gate
-from wire.grpc import ENCODINGS, Method
+from wire.grpc import ENCODINGS, Method, timeout_s_of
 from wire.head import (
     HOST,
     MAX_FIELDS,
@@ -34,6 +35,9 @@ _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
 
 _METHOD_CHARACTERS = 100
 """Characters of an unknown method in a message: a service's name alone has 40."""
+
+_KNOWN_TIMEOUTS = 16
+"""Maximum number of heads that are kept for one block with other timeouts, 1.2 KB each."""
 
 _LENGTH = re.compile(rb"[0-9]{1,20}")
 
@@ -132,14 +136,26 @@ class Http2Head(RequestHead):
         led = self.method_of_grpc is not None or self.route is not None
         if not led or self.error is not None or self.answer is not None or self.expects_continue:
             return None
-        return partial(self._with_values, _named(_checked(fields)[1]))
+        return partial(self._with_values, _named(_checked(fields)[1]), {})
 
-    def _with_values(self, named: Mapping[str, str], changed: Fields) -> Http2Head:
+    def _with_values(
+        self, named: Mapping[str, str], known: dict[float | None, Http2Head], changed: Fields
+    ) -> Http2Head:
+        values, timeout_s = _named(changed), None
+        if self.method_of_grpc is not None and values.keys() == {"grpc-timeout"}:
+            with suppress(InvalidInput):  # which is the call's error, below
+                timeout_s = timeout_s_of(values)
+            if timeout_s in known:
+                return known[timeout_s]
         if not all(is_value(value) for _, value in changed):
             raise Malformed
         head = Http2Head.__new__(Http2Head)  # copy.copy takes 5 us
         head.__dict__.update(self.__dict__)
-        head._lead({**named, **_named(changed)})
+        head._lead({**named, **values})
+        if timeout_s is not None:
+            if len(known) >= _KNOWN_TIMEOUTS:
+                del known[next(iter(known))]
+            known[timeout_s] = head
         return head
 
 

@@ -84,7 +84,7 @@ def test_a_removed_folder_costs_the_merged_metrics_and_nothing_else(start, tempo
     service.wait_for("WARNING .*metrics of the other .*shows only the worker that answers")
     kill_one(service, 3)
     assert_serving_and_stopping(service)
-    assert service.log.count("shows only the worker") <= 2, "one line a worker"
+    assert service.log.count("shows only the worker") <= 3, "one line a worker, of two and another"
     assert list(temporary.iterdir()) == []
 
 

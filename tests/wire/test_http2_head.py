@@ -122,6 +122,7 @@ class Caller(Client):
 TRACE = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TRACES = [TRACE, TRACE, TRACE[:-1] + b"0"]
 TIMEOUTS = [b"1S", b"999999u", b"1S", b"1S", b"20m", b"99999999n"]
+TIMEOUTS += [b"%dm" % (1000 + number // 2) for number in range(40)]
 
 
 @pytest.mark.parametrize("coded", [False, True], ids=["plain", "Huffman"])
