@@ -51,10 +51,16 @@ async def _run_lifespan(scope: Scope, receive: Receive, send: Send) -> None:
     Raises:
         InvalidSettings, InvalidWeightFile, GoldenMismatch, BackendUnavailable, DeviceError: see
             `open_app`; without the frames within the service, since servers log them.
+        RuntimeError: the server has no lifespan state; nothing is opened.
     """
     phase = "startup"
     await receive()
     try:
+        if "state" not in scope:
+            raise RuntimeError(
+                "service.asgi: the scope of the lifespan has no `state`, which hands the open "
+                "service to each request; use a server with it, such as uvicorn"
+            )
         async with lifespan() as state:
             scope["state"].update(state)
             await send({"type": "lifespan.startup.complete"})
@@ -72,7 +78,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """The ASGI application.
 
     Raises:
-        RuntimeError: the server has not run `lifespan`.
+        RuntimeError: the server has not run `lifespan`, or has no lifespan state.
     """
     if scope["type"] == "lifespan":
         await _run_lifespan(scope, receive, send)

@@ -217,6 +217,10 @@ class Batcher:
         self._waiting = len(self._queue)
         if cut.segments:
             self._in_flight.add(cut)
+        parts = [  # before the late are answered: that may cancel requests of the batch
+            work.images if stop - start == work.rows else work.images[start:stop]
+            for work, start, stop in cut.segments
+        ]
         for request in cut.late:
             self._fail_late(request)
             self._metrics.rows_dropped(request.rows - request.cut_rows, "late")
@@ -224,10 +228,6 @@ class Batcher:
             self.pool.release(worker)
             self._note_idle()
             return
-        parts = [
-            work.images if stop - start == work.rows else work.images[start:stop]
-            for work, start, stop in cut.segments
-        ]
         weights = cut.segments[0][0].version.weights
         try:
             worker.run(parts, weights, partial(self._finish, worker, cut))

@@ -4,13 +4,15 @@ The worker that gets such a request writes the wish into a file of the folder th
 share, one for each model, and has the supervisor pass SIGHUP on. Every worker then reloads: it
 reads the wishes that are new to it and the weights folder, and reports in a file of its own which
 wishes it followed, and why not. The request is answered when all have. A worker that replaces
-another follows the wishes before it is ready.
+another reports that it followed none, so that requests wait for it, and follows the wishes before
+it is ready.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import signal
@@ -72,10 +74,9 @@ class Repository:
 
     async def start(self) -> None:
         """Follow the wishes of requests to earlier workers."""
-        if self._read_wishes():
+        self._report()  # requests wait for this worker from now on
+        while self._new_wishes():  # others may come during a reload
             await self.reload()
-        else:
-            self._report()
 
     async def close(self, timeout_s: float) -> None:
         """Give up a reload half-way, which no request notices, and wait for its end."""
@@ -123,11 +124,7 @@ class Repository:
         A wish is tried once, later reloads are those of what is loaded.
         """
         counts: dict[str, int] = dict.fromkeys(("replaced", "unchanged", "refused"), 0)
-        new = {
-            name: wish
-            for name, wish in sorted(self._read_wishes().items(), key=lambda item: item[1].number)
-            if wish.number > self._followed.get(name, Followed(0)).number
-        }
+        new = self._new_wishes()
         for name, wish in new.items():
             if not wish.load:
                 await self._models.remove(name)
@@ -156,15 +153,12 @@ class Repository:
     async def _wish(self, name: str, *, load: bool) -> None:
         if self._folder is None and not self._alone:
             raise Unavailable("model: the workers share no folder, so that not all can be reached")
-        wish = Wish(time.monotonic_ns(), load)
         try:
             if self._folder is None:
-                self._wishes[name] = wish
+                wish = self._wishes[name] = Wish(time.monotonic_ns(), load)
                 self.request_reload()
             else:
-                wishes = self._folder / _WISHES
-                wishes.mkdir(exist_ok=True)
-                _replace(wishes / name, self._folder, wish)
+                wish = _write_wish(self._folder, name, load=load)
                 os.kill(self._supervisor, signal.SIGHUP)  # which passes it on to this worker, too
             async with asyncio.timeout(_FOLLOW_S):
                 while any(one.number < wish.number for one in self._outcomes(name)):
@@ -199,6 +193,14 @@ class Repository:
                 report = orjson.loads(path.read_bytes())
                 found.append(Followed(**report.get(name, {"number": 0})))
         return found
+
+    def _new_wishes(self) -> dict[str, Wish]:
+        """Those that are not followed yet, the oldest first."""
+        return {
+            name: wish
+            for name, wish in sorted(self._read_wishes().items(), key=lambda item: item[1].number)
+            if wish.number > self._followed.get(name, Followed(0)).number
+        }
 
     def _read_wishes(self) -> dict[str, Wish]:
         if self._folder is None:
@@ -238,6 +240,20 @@ def _read(folder: Path) -> dict[str, Wish]:
         for path in (folder / _WISHES).iterdir():
             wishes[path.name] = Wish(**orjson.loads(path.read_bytes()))
     return wishes
+
+
+def _write_wish(folder: Path, name: str, *, load: bool) -> Wish:
+    """Raises: OSError."""
+    wishes = folder / _WISHES
+    wishes.mkdir(exist_ok=True)
+    lock = os.open(wishes, os.O_RDONLY | os.O_CLOEXEC)  # the supervisor has that of `folder`
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # no worker replaces a later wish with an older one
+        wish = Wish(time.monotonic_ns(), load)
+        _replace(wishes / name, folder, wish)
+    finally:
+        os.close(lock)
+    return wish
 
 
 def _replace(path: Path, folder: Path, content: object) -> None:

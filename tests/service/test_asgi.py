@@ -31,6 +31,7 @@ with warnings.catch_warnings():  # it prefers httpx2
     from fastapi.testclient import TestClient
 
 BYTES = {"Content-Type": "application/octet-stream"}
+STATE = {"state": {}}
 
 
 @pytest.fixture
@@ -92,14 +93,16 @@ def test_a_mounted_service_says_what_it_lacks_when_nobody_opened_it():
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "error", "words"),
+    ("variable", "value", "scope", "error", "words"),
     [
-        ("MAX_IMAGES", "0", InvalidSettings, r"LENET_MAX_IMAGES is '0', expected a .*"),
-        ("MODELS", "none", InvalidWeightFile, r".*none.*"),
+        ("MAX_IMAGES", "0", STATE, InvalidSettings, r"LENET_MAX_IMAGES is '0', expected a .*"),
+        ("MODELS", "none", STATE, InvalidWeightFile, r".*none.*"),
+        ("MODELS", "none", {}, RuntimeError, r".*the lifespan has no `state`, .* uvicorn"),
     ],
+    ids=["variable", "weights", "a server without state, before anything is opened"],
 )
 async def test_a_start_that_fails_is_one_line(
-    environment, monkeypatch, variable, value, error, words
+    environment, monkeypatch, variable, value, scope, error, words
 ):
     monkeypatch.setenv(f"LENET_{variable}", value)
     sent = []
@@ -111,7 +114,7 @@ async def test_a_start_that_fails_is_one_line(
         sent.append(message)
 
     with pytest.raises(error):
-        await service.asgi.app({"type": "lifespan", "state": {}}, receive, send)
+        await service.asgi.app({"type": "lifespan", **scope}, receive, send)
     (message,) = sent
     assert message["type"] == "lifespan.startup.failed"
     assert re.fullmatch(words, message["message"])

@@ -395,6 +395,17 @@ async def test_a_batch_that_failed_releases_its_images_at_once(stage, outcome):
         logging.disable(logging.NOTSET)
 
 
+@staged(overlap_rows=1)
+async def test_a_batch_is_computed_when_the_answer_to_a_late_request_cancels_one_of_it(stage):
+    task = stage.submit(3)
+    mate = Asked(100.0, lambda *_: pytest.fail("it was cancelled"))
+    late = Asked(0.0, lambda *_: stage.batcher.cancel(mate))
+    stage.batcher.enqueue(late, images(1, 1))
+    stage.batcher.enqueue(mate, images(2, 1))
+    assert tags_in(await task) == [3]
+    assert stage.batches == [[2, 3]]
+
+
 @staged(Act(1.0, "nan"))
 async def test_a_request_with_an_answer_that_is_not_finite_fails_and_its_batch_mates_do_not(stage):
     first, second = stage.submit(1), stage.submit(2, rows=2)

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from http.client import HTTPConnection
 
 import grpc
@@ -25,7 +26,7 @@ from lenet.context import ExecutionContext, Target, open_backend
 from lenet.errors import DeviceError
 from lenet.model import Model
 from service.engine import repository
-from service.engine.repository import Repository, forget, unloaded
+from service.engine.repository import Repository, Wish, _write_wish, forget, unloaded
 from service.engine.versions import WeightsFolder
 from service.errors import ExitCode, InvalidInput, Unavailable, UnknownModel
 from service.forms import open_inference_pb2 as pb
@@ -327,6 +328,44 @@ async def test_a_worker_that_starts_follows_the_latest_wish_about_each_model(
         reads.begun = 0
         await late.reload()
         assert reads.begun == 2, "a wish is followed once"
+
+
+async def test_a_request_waits_for_a_worker_that_starts_and_it_is_ready_with_what_came_meanwhile(
+    worker, engine, write, tmp_path, reads
+):
+    reads.go.set()
+    write("c/1", seed=5)
+    await worker.load("c")
+    reads.go.clear()
+    starting = Repository(engine.models, tmp_path, alone=False)
+    begun = reads.begun
+    start = asyncio.create_task(starting.start())
+    await until(lambda: reads.begun > begun)
+    mine = tmp_path / f"repository-{os.getpid()}"
+    assert orjson.loads(mine.read_bytes()) == {}, "requests see that it has followed nothing"
+    wish = Wish(LATER, load=False)
+    (tmp_path / "wishes" / "b").write_bytes(orjson.dumps(wish))
+    reads.go.set()
+    await start
+    assert engine.models.loaded == ("a", "c")
+    assert orjson.loads(mine.read_bytes())["b"]["number"] == LATER
+
+
+def test_the_later_of_two_wishes_at_once_stays(tmp_path, monkeypatch):
+    clock, first = time.monotonic_ns, threading.current_thread()
+    other = threading.Thread(target=lambda: _write_wish(tmp_path, "a", load=False))
+
+    def number():
+        taken = clock()
+        if threading.current_thread() is first:
+            other.start()  # another worker, before this one has written the file
+            other.join(0.2)
+        return taken
+
+    monkeypatch.setattr(repository.time, "monotonic_ns", number)
+    _write_wish(tmp_path, "a", load=True)
+    other.join()
+    assert unloaded(tmp_path) == {"a"}
 
 
 @pytest.mark.parametrize("kind", [InvalidInput, Unavailable])
