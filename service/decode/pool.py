@@ -68,6 +68,9 @@ _LEAST_RUN_S = 0.5
 _START_S = 30.0
 """Time to start, after which a process is killed."""
 
+_RESTART_S = 0.05
+"""Pause after a process has died while it started, before the next starts."""
+
 _IDLE_S = 60.0
 _REAP_S = 0.02
 _CLOSE_S = 0.2
@@ -224,6 +227,8 @@ class Decoders:
                 self._dispatch()
             elif not self._decoders:  # nor would the next one start
                 self._fail_waiting(InferenceFailed("a decoding process died while it started"))
+            else:
+                self._loop.call_later(_RESTART_S, self._dispatch)
             await decoder.end()
 
     async def _next(self, decoder: _Decoder) -> Job | None:

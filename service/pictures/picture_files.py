@@ -7,6 +7,7 @@ its time: pixels, passes over them, and parts of the file that Pillow reads one 
 from __future__ import annotations
 
 import io
+import os
 import re
 import struct
 import warnings
@@ -56,10 +57,17 @@ _UNREADABLE = (
 )
 """What Pillow raises where a file is damaged, in one of its many formats."""
 
-_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")
+"""Not a restart or TEM (01), which have no length."""
 _JPEG_ENDS = (b"\xff\xd9", bytes.fromhex("a55a3cc396699fe9") * 8 + b"\xff\xd9")
 """Added to a JPEG without an end marker. Where pixels are missing the second is read as some, and
 libjpeg assumes zeros before the first."""
+
+_TILE_WIDTH, _TILE_LENGTH = 322, 323
+
+_TIFF_SCANS = 4
+"""Maximum scans of a JPEG in a TIFF, which all are counted with: one for each channel."""
+os.environ["LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER"] = str(_TIFF_SCANS + 1)  # excluded
 
 _EXIF_TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -199,9 +207,12 @@ def _loaded(picture: ImageFile, body: bytes, kind: str) -> tuple[ImageFile, int]
 
 
 def _passes(picture: ImageFile, body: bytes) -> int:
-    """How often each pixel is visited: scans of a JPEG, which is opened up to its first."""
+    """How often each pixel is visited: by scans of a JPEG, opened up to its first, or in a TIFF."""
     if picture.info.get("compression") in (1, 2):
         return _RUN_LENGTH_PASSES
+    if picture.format == "TIFF":
+        width, height = picture.size
+        return max(1, -(-_tiff_pixels(picture, body) // (width * height)))
     if picture.format != "JPEG":
         return 1
     assert picture.fp is not None, "bug: a picture without its file"
@@ -213,6 +224,25 @@ def _passes(picture: ImageFile, body: bytes) -> int:
         scans += marker[0] == b"\xff\xda"
         at = marker.end() + int.from_bytes(body[marker.end() : marker.end() + 2], "big")
     raise ValueError(f"it has too many parts: more than {_MAX_READS} segments")
+
+
+def _tiff_pixels(picture: Any, body: bytes) -> int:
+    """Pixels of all strips that Pillow reads, or whole tiles that libtiff does, times their scans.
+
+    Raises: ValueError (sides of tiles that Pillow may skip, and libtiff would not).
+    """
+    tags = picture.tag_v2
+    order, start = "<" if body[:1] == b"I" else ">", tags.offset + 2
+    (count,) = struct.unpack_from(order + "H", body, tags.offset)
+    for tag, kind in struct.iter_unpack(order + "HH8x", body[start : start + 12 * count]):
+        if tag in (_TILE_WIDTH, _TILE_LENGTH) and kind not in (3, 4):
+            raise ValueError(f"the sides of its tiles have type {kind}, expected 3 or 4")
+    pixels = sum((right - left) * (low - top) for _, (left, top, right, low), *_ in picture.tile)
+    if _TILE_WIDTH in tags:
+        across, down = -(-tags[256] // tags[_TILE_WIDTH]), -(-tags[257] // tags[_TILE_LENGTH])
+        area = across * tags[_TILE_WIDTH] * down * tags[_TILE_LENGTH]
+        pixels = max(pixels, area * (tags[277] if tags.get(284) == 2 else 1))  # planes
+    return int(pixels) * (_TIFF_SCANS if picture.info["compression"] == "jpeg" else 1)
 
 
 def _with_full_palette(body: bytes) -> bytes:
@@ -239,12 +269,18 @@ def _luminance(picture: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     transparent = picture.info.get("transparency")
     if picture.mode.startswith("I;16"):
         # Pillow clips 16 bits to 255 where it converts them.
-        deep = np.asarray(picture)
-        grey = Image.fromarray((deep >> 8).astype(np.uint8))
+        deep, bits = np.asarray(picture), 16
+        if tags := getattr(picture, "tag_v2", None):  # of a TIFF
+            bits = tags[258][0]
+            if tags.get(262, 0) == 0:  # white is zero
+                deep = 65_535 - deep
+        grey = Image.fromarray((deep >> (bits - 8)).astype(np.uint8))
         if not isinstance(transparent, int):
             return grey, None
         return grey, Image.fromarray(np.where(deep == transparent, 0, 255).astype(np.uint8))
-    if transparent is not None or picture.mode in ("PA", "La", "RGBa"):
+    if picture.mode == "La":
+        picture = picture.convert("LA")
+    if transparent is not None or picture.mode in ("PA", "RGBa"):
         picture = picture.convert("RGBA")
     if picture.mode not in ("LA", "RGBA"):
         return picture.convert("L"), None

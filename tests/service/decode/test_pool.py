@@ -430,6 +430,26 @@ async def test_a_decoder_gives_way_to_serving(pool):
     assert read(f"/proc/{pid}/oom_score_adj") == "900\n"
 
 
+async def test_a_process_that_dies_while_it_starts_is_replaced_beside_long_work(pool, monkeypatch):
+    start_process, starts_s = decoders._start, []
+
+    def dies(*arguments):
+        process = start_process(*arguments)
+        starts_s.append(asyncio.get_running_loop().time())
+        if len(starts_s) <= 3:
+            process.kill()
+        return process
+
+    with outcomes(pool) as start:
+        job, called = start(body(FORM), LONG)
+        await until(lambda: job.decoder)
+        monkeypatch.setattr(decoders, "_start", dies)
+        assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
+        assert not called
+    assert len(starts_s) == 4
+    assert np.diff(starts_s).min() >= decoders._RESTART_S
+
+
 async def test_a_request_is_unavailable_when_no_process_can_be_started(pool, monkeypatch):
     monkeypatch.setattr(decoders.sys, "executable", "/nowhere/python")
     for _ in range(3):

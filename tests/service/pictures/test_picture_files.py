@@ -72,6 +72,29 @@ def bmp(bits, compression, rows, *, size=(4, 2), palette=b"\0\0\0\0\xff\xff\xff\
     return head + struct.pack("<IiiHHIIiiII", *info) + palette + rows
 
 
+def tiff_of(pixels, tags):
+    """A TIFF with `pixels` at 8, and the tags: their type and values."""
+    content, entries = pixels + bytes(len(pixels) % 2), b""
+    for tag, (kind, *values) in sorted(tags.items()):
+        value = struct.pack(f"<{len(values)}" + {3: "H", 4: "I"}.get(kind, "Q"), *values)
+        if len(value) > 4:
+            content, value = content + value, struct.pack("<I", 8 + len(content))
+        entries += struct.pack("<HHI", tag, kind, len(values)) + value.ljust(4, b"\0")
+    directory = struct.pack("<H", len(tags)) + entries + bytes(4)
+    return b"II*\0" + struct.pack("<I", 8 + len(content)) + content + directory
+
+
+def grey_tags(width, height, bits=(8,), white=1, compression=1):
+    sides = {256: (4, width), 257: (4, height)}
+    return sides | {258: (3, *bits), 259: (3, compression), 262: (3, white), 277: (3, len(bits))}
+
+
+def strips(width, height, pixels, rows=None, offsets=(8,), **kind):
+    sizes = [len(pixels)] * len(offsets)
+    layout = {273: (4, *offsets), 278: (4, rows or height), 279: (4, *sizes)}
+    return tiff_of(pixels, grey_tags(width, height, **kind) | layout)
+
+
 # Kinds of files
 
 COLOUR = Image.fromarray(np.stack([INK // 2, INK, INK], -1))
@@ -149,6 +172,24 @@ def test_levels_of_more_than_8_bits_keep_their_highest():
     assert levels(saved(deep, PNG, transparency=0), PNG).tolist() == [[255, 0, 1, 255]]
     for mode in ("I", "F"):
         assert "32 bits a pixel" in refused(saved(deep.convert(mode), TIFF), TIFF)
+
+
+@pytest.mark.parametrize(
+    ("bits", "white", "pixels", "expected"),
+    [
+        ((12,), 1, bytes((0x00, 0x00, 0x10, 0x80, 0x0F, 0xFF)), [0, 0, 128, 255]),
+        ((16,), 1, struct.pack("<4H", 0, 256, 32768, 65_535), [0, 1, 128, 255]),
+        ((16,), 0, struct.pack("<4H", 65_535, 65_279, 32767, 0), [0, 1, 128, 255]),
+        ((8, 8), 1, bytes((0, 255, 64, 128, 9, 0, 255, 255)), [0, 191, 255, 255]),
+    ],
+    ids=["12 bits", "16 bits", "white is zero", "premultiplied"],
+)
+def test_levels_of_a_tiff_are_read_as_its_tags_say(bits, white, pixels, expected):
+    body = strips(4, 1, pixels, bits=bits, white=white)
+    if len(bits) == 2:
+        tags = grey_tags(4, 1, bits) | {273: (4, 8), 278: (4, 1), 279: (4, 8), 338: (3, 1)}
+        body = tiff_of(pixels, tags)
+    assert np.abs(levels(body, TIFF) - [expected]).max() <= 1
 
 
 def test_transparency_of_a_bmp_is_read():
@@ -448,6 +489,42 @@ def test_a_jpeg_of_too_many_scans_for_its_pixels_is_refused():
     hidden = b"\xff\xfe\0\4\xff\xd9"  # an end marker within a comment ends nothing
     many = arithmetic(1000, most + 1).replace(b"\x1c\xff\xda", b"\x1c" + hidden + b"\xff\xda", 1)
     assert "passes over it are too many" in refused(many, JPEG)
+
+
+def test_scans_behind_a_marker_without_a_length_are_counted():
+    most = int(documented(PARTS_ROW)[1]) // 1000**2
+    scans = arithmetic(1000, most + 1)
+    first = scans.index(b"\x1c\xff\xda", scans.index(b"\xff\xda")) + 1
+    covered = (b"\xff\x01" + b"\xff" + scans[first:-2]).ljust(2 + 0xFFDA, b"\xff")
+    assert "passes over it are too many" in refused(scans[:first] + covered + b"\xff\xd9", JPEG)
+
+
+def tiles(length, kind=4, note=0, planes=1):
+    """A TIFF of 1000 x 16 pixels in 63 tiles of the same bytes, each 16 pixels wide."""
+    pixels = zlib.compress(bytes(16 * length), 9)
+    count = 63 * planes
+    tags = grey_tags(1000, 16, (8,) * planes, 2 if planes == 3 else 1, compression=8)
+    layout = {324: (4, *[8] * count), 325: (4, *[len(pixels)] * count)}
+    tags |= layout | {322: (kind, 16), 323: (kind, length), 284: (3, 2 if planes == 3 else 1)}
+    return tiff_of(pixels, tags)
+
+
+def test_a_tiff_of_too_many_pixels_in_its_tiles_or_strips_is_refused():
+    most = int(documented(PARTS_ROW)[1])
+    for length, planes in ((16, 1), (64, 1), ((most - 16_000) // 1008, 1), (64, 3)):
+        decoded = []
+        levels(tiles(length, planes=planes), TIFF, decoded=decoded)
+        assert decoded == [-(-1008 * length * planes // 16_000) * 16_000]
+    assert "passes over it are too many" in refused(tiles(most // 1008 + 16), TIFF)
+    assert "passes over it are too many" in refused(tiles(most // 2000, planes=3), TIFF)
+    repeated = strips(1000, 1000, bytes(500_000), rows=500, offsets=(8,) * (most // 500_000 + 2))
+    assert "passes over it are too many" in refused(repeated, TIFF)
+    scans, decoded = [strips(1000, 1000, arithmetic(1000, n), compression=7) for n in (4, 5)], []
+    levels(scans[0], TIFF, decoded=decoded)
+    assert decoded == [4_000_000]
+    assert "decoder error" in refused(scans[1], TIFF)
+    for kind in (16, 17, 18):  # of which Pillow skips two, and libtiff none
+        assert f"its tiles have type {kind}, expected 3 or 4" in refused(tiles(64, kind), TIFF)
 
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"iCCP"])
