@@ -327,8 +327,10 @@ class Heads:
         read another value, as a field is given twice. A line that folds a value stays in the rest;
         no section that is kept has one.
         """
+        if len(section) > self._most_bytes or section.count(b"\n") > MAX_FIELDS:
+            return section, []
         first, *found = self._varying_field.split(section)
-        if not found or len(section) > self._most_bytes or section.count(b"\n") > MAX_FIELDS:
+        if not found:
             return section, []
         names = {name.lower() for name in found[::3]}
         if len(names) < len(found) // 3 or not all(map(_PLAIN.fullmatch, found[1::3])):

@@ -151,6 +151,7 @@ class Http2Head(RequestHead):
             raise Malformed
         head = Http2Head.__new__(Http2Head)  # copy.copy takes 5 us
         head.__dict__.update(self.__dict__)
+        head.wanted = None
         head._lead({**named, **values})
         if timeout_s is not None:
             if len(known) >= _KNOWN_TIMEOUTS:

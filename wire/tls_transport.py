@@ -47,8 +47,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         """The handshake."""
         self._step_planned = False
         self._wants_data = True
-        self._ended = self._closed = False
-        """The client's side, and ours."""
+        self._at_end = self._ended = self._closed = False
+        """The client's side, whether the connection has heard of that, and ours."""
         # Looked up by the plain transport at any time.
         self.pause_writing = connection.pause_writing  # type: ignore[method-assign]
         self.resume_writing = connection.resume_writing  # type: ignore[method-assign]
@@ -67,6 +67,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
                 self._plain.set_protocol(self._connection)
                 self._connection.refuse_clear(self._plain)
                 return
+        if self._at_end:
+            return  # RFC 8446, 6.1: what follows the end is ignored
         self._incoming.write(data)
         if self._complete:
             self._read()
@@ -134,7 +136,9 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._end()
 
     def _end(self) -> None:
-        if not self._ended:
+        """The client has sent all; a connection that has not read all hears of it when it has."""
+        self._at_end = True
+        if self._wants_data and not (self._ended or self._closed):
             self._ended = True
             if not self._connection.eof_received():
                 self.close()
@@ -150,7 +154,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     # Called by the connection.
 
     def write(self, data: Any) -> None:
-        if self._closed:
+        if self._closed or self._plain.is_closing():
             return
         if len(data) > _AT_ONCE_BYTES:
             view = memoryview(data)
@@ -182,6 +186,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     def resume_reading(self) -> None:
         self._wants_data = True
+        if self._at_end and not self._ended:
+            self._connection.loop.call_soon(self._end)
         if not self._step_planned:
             self._plain.resume_reading()
 

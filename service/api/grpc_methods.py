@@ -254,6 +254,9 @@ class _SmallCall:
             raise InvalidInput(f"message: got a second {self._name}, expected one", field="message")
         self._received += 1
         self._body = b""
+        if not self._is_stream:  # the time of a message begins with it, that of the call before
+            left_s = self._late_s - asyncio.get_running_loop().time()
+            self.body_timeout_s = min(_MESSAGE_S, left_s)
         return self
 
     def data(self, data: bytes) -> None:

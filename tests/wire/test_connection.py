@@ -8,9 +8,12 @@ import gc
 import http.client
 import itertools
 import random
+import resource
 import socket
 import ssl
 import struct
+import threading
+from pathlib import Path
 
 import orjson
 import pytest
@@ -430,30 +433,80 @@ def test_an_iteration_of_the_event_loop_answers_one_hello_when_many_arrive(tls, 
         runner.run(main())
 
 
+def visit(context, port, sent, behind=()):
+    """Send `sent`, the end of TLS in the same write, then `behind`. Returns: the answers."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = context.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as plain:
+        for step in (client.do_handshake, lambda: client.write(sent)):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                step()
+                continue
+            plain.sendall(outgoing.read())
+            incoming.write(plain.recv(65536))
+            step()
+        with contextlib.suppress(ssl.SSLWantReadError):
+            client.unwrap()
+        plain.sendall(outgoing.read())
+        for piece in behind:
+            plain.sendall(piece)
+        with contextlib.suppress(ConnectionResetError):  # of what the server left unread
+            while piece := plain.recv(65536):
+                incoming.write(piece)
+    answers = b""
+    with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+        while piece := client.read(65536):
+            answers += piece
+    return answers
+
+
 @pytest.mark.parametrize("tls", ["TLS"], indirect=True)
 @pytest.mark.parametrize("sent", [b"", GET, GET[:-2], START], ids=["nothing", "all", "a part", "2"])
 async def test_a_client_that_ends_tls_right_behind_its_handshake_is_not_logged(tls, sent, caplog):
-    def visit(port):
-        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        client = tls[1].wrap_bio(incoming, outgoing, server_hostname="localhost")
-        with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as plain:
-            for step in (client.do_handshake, lambda: client.write(sent)):
-                with contextlib.suppress(ssl.SSLWantReadError):
-                    step()
-                    continue
-                plain.sendall(outgoing.read())
-                incoming.write(plain.recv(65536))
-                step()
-            with contextlib.suppress(ssl.SSLWantReadError):
-                client.unwrap()
-            plain.sendall(outgoing.read())
-            while plain.recv(65536):
-                pass
-
     async with running(tls) as server:
-        await asyncio.to_thread(visit, server.port)
+        await asyncio.to_thread(visit, tls[1], server.port, sent)
         await until(lambda: not server.door.connections)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("tls", ["TLS"], indirect=True)
+async def test_a_client_that_ends_tls_is_answered_what_it_has_sent(tls):
+    chunks = b"1\r\nx\r\n" * 5_000
+    sent = (
+        b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%s0\r\n\r\n" % chunks
+    )
+    async with running(tls) as server:
+        answers = await asyncio.to_thread(visit, tls[1], server.port, sent)
+    assert answers.startswith(b"HTTP/1.1 200"), answers[:100]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc: Linux")
+@pytest.mark.parametrize("tls", ["TLS"], indirect=True)
+async def test_what_follows_the_end_of_tls_is_not_kept(tls):
+    def resident_pages():
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    grown = []
+
+    def junk():
+        piece = bytes(1 << 20)
+        yield piece
+        before = resident_pages()
+        for _ in range(64):
+            yield piece
+        grown.append(resident_pages() - before)
+        release.set()
+
+    release = threading.Event()
+
+    async def app(scope, receive, send):
+        await asyncio.to_thread(release.wait, PATIENCE_S)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with running(tls, app=app) as server:
+        await asyncio.to_thread(visit, tls[1], server.port, GET, junk())
+    assert grown[0] * resource.getpagesize() < 16 << 20
 
 
 async def test_a_client_of_http_2_that_breaks_the_rules_is_told_and_not_read_on(server):
