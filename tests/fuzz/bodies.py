@@ -157,10 +157,10 @@ def _json_reference(body: bytes) -> Images | None:
 
 
 def has_surrogate(value: Any) -> bool:
-    """Whether a text in it cannot be encoded."""
+    """Whether a text in it cannot be encoded, or it is too deep to tell."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, RecursionError):
         return True
     return False
 
