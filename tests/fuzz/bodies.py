@@ -157,19 +157,21 @@ def _json_reference(body: bytes) -> Images | None:
 
 
 def has_surrogate(value: Any) -> bool:
-    """Whether a text in it cannot be encoded, or it is too deep to tell."""
+    """Whether a text in it cannot be encoded."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
+    except UnicodeEncodeError:
         return True
     return False
 
 
-def nested(value: Any) -> tuple[int, ...] | None:
-    """The lengths of nested lists; None where those side by side differ."""
+def nested(value: Any, most: int = 8) -> tuple[int, ...] | None:
+    """The lengths of nested lists; None where those side by side differ, and of more than `most`."""
     if type(value) is not list:
         return ()
-    inner = {nested(one) for one in value} or {()}
+    if not most:  # Python 3.13 reads deeper ones than it can call functions
+        return None
+    inner = {nested(one, most - 1) for one in value} or {()}
     (first, *others) = inner
     return None if others or first is None else (len(value), *first)
 
