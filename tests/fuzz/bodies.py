@@ -166,7 +166,7 @@ def has_surrogate(value: Any) -> bool:
 
 
 def nested(value: Any, most: int = 8) -> tuple[int, ...] | None:
-    """The lengths of nested lists; None where those side by side differ, and of more than `most`."""
+    """The lengths of nested lists; None where those side by side differ, or beyond `most`."""
     if type(value) is not list:
         return ()
     if not most:  # Python 3.13 reads deeper ones than it can call functions
