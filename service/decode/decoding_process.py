@@ -25,6 +25,7 @@ import struct
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 from service.process import allocator
@@ -97,6 +98,7 @@ def _serve(channel: socket.socket, memory_bytes: int) -> None:
     from service.errors import ServiceError, TooLarge
     from service.forms import body  # noqa: F401 - and with it what most forms need
 
+    loads = lru_cache(maxsize=64)(pickle.loads)  # the service wrote it; few forms are used
     channel.sendall(READY)
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -105,7 +107,7 @@ def _serve(channel: socket.socket, memory_bytes: int) -> None:
         header_bytes, content_bytes = HEAD.unpack(head)
         if not header_bytes:
             continue  # the work had ended before it was asked to
-        form, is_large = pickle.loads(_received(channel, header_bytes))  # noqa: S301 - of the service
+        form, is_large = loads(_received(channel, header_bytes))
         content = _received(channel, content_bytes)
         left = float("inf") if is_large else SMALL_PIXELS
 

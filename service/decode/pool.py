@@ -25,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Self, TypeAlias
 
@@ -336,7 +337,7 @@ class _Decoder:
     async def decode(self, job: Job) -> Decoded | ServiceError | None:
         """The outcome; None if small work is large. Raises: likewise, KeyError, TypeError."""
         self._began_s, self._is_sent = self._loop.time(), False
-        header = pickle.dumps((job.form, job.is_large))
+        header = _header(job.form, job.is_large)
         start = HEAD.pack(len(header), len(job.body)) + header
         if job.is_large:
             await self._loop.sock_sendall(self._socket, start)
@@ -410,6 +411,11 @@ class _Decoder:
             if not count:
                 raise EOFError
             rest = rest[count:]
+
+
+@lru_cache(maxsize=64)
+def _header(form: Form, is_large: bool) -> bytes:
+    return pickle.dumps((form, is_large))
 
 
 def _error(code: str, message: str, field: str) -> ServiceError:

@@ -93,6 +93,8 @@ Answered: TypeAlias = "Work"
 class Form(Protocol):
     """How requests and answers look. Frozen, with plain fields: a decoding process gets a copy."""
 
+    def __hash__(self) -> int: ...
+
     part: ClassVar[str]
     """Name in error messages: "body" or "message"."""
     names_model: ClassVar[bool]
