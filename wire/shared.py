@@ -80,7 +80,7 @@ class Shared:
         self.keep_alive_s = keep_alive_s
         self.write_timeout_s = write_timeout_s
         self.heads = Heads(routes, self.gate, self.scheme, max_header_bytes)
-        """Of requests over HTTP/1.1."""
+        """Known heads of requests over HTTP/1.1."""
         self.block_cache: dict[bytes, Http2Head] = {}
         """Heads of HTTP/2 requests by header block."""
         self.turns = turns or Turns()
