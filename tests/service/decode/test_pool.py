@@ -306,6 +306,7 @@ async def test_work_is_dropped_when_it_is_cancelled_before_a_decoder_is_free(poo
         job, called = start(body(FORM), LONG)
         pool.cancel(job)
         assert called == ["ended"]
+        await until(lambda: pool.pids)  # which /proc shows once the process runs its program
         assert len(pool.pids) == 1
 
 
