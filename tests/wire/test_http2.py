@@ -278,7 +278,7 @@ DONE = "1 GET /answer, 1 end"
 ANSWERED = "headers 1, body 1 2 end"
 GONE = "goaway 0 PROTOCOL_ERROR"
 
-# What the handler is told, and what is written.
+# Events of the handler, and frames that are written.
 BAD = f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"
 LATE = f"{OPEN}, 1 cancelled", "reset 1 STREAM_CLOSED"
 CLOSED = GOT, "goaway 1 STREAM_CLOSED"
