@@ -39,7 +39,7 @@ def in_copy(root: Path, *line: str) -> str:
 @pytest.mark.process
 def test_the_new_form_passes_its_tests_when_its_patch_is_applied(tmp_path):
     root = copy(tmp_path / "copy")
-    in_copy(root, "git", "apply", "--3way", str(HOW_TO / "add-a-form.patch"))
+    in_copy(root, "git", "apply", str(HOW_TO / "add-a-form.patch"))
     tests = ["tests/service/forms/test_body.py", "tests/service/decode/test_pool.py"]
     tests += ["tests/fuzz/test_corpus.py", REFERENCE]
     kinds = ("-k", "idx or each_kind or named or multipart or generated_page")
@@ -79,7 +79,7 @@ def test_a_patch_has_a_line_for_the_changelog(name):
 @pytest.mark.process
 def test_the_new_activation_passes_its_tests_when_its_patch_is_applied(tmp_path):
     root = copy(tmp_path / "copy")
-    in_copy(root, "git", "apply", "--3way", str(HOW_TO / "add-a-layer.patch"))
+    in_copy(root, "git", "apply", str(HOW_TO / "add-a-layer.patch"))
     tests = ("test_reference.py", "test_backend.py")
     paths = [f"tests/lenet/{name}" for name in tests] + ["tests/trainer/ops_cpu"]
     paths += ["tests/test_cuda_sources.py", REFERENCE]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.documented import documented
-from tests.faults.checks import cpu_s, decoding, samples, total, until
+from tests.faults.checks import cpu_s, decoding, has_ended, samples, total, until
 from tests.faults.clients import opened, request
 from tests.pictures import FORM, PNG, encoded, long_form, seven
 from tests.service_process import PATIENCE_S
@@ -111,7 +111,7 @@ def test_the_next_picture_is_answered_when_a_decoder_was_killed(start):
         assert post(service, seven(), PNG)[0] == 200
         (pid,) = decoding(service)
         os.kill(pid, signal.SIGKILL)
-        until(lambda pid=pid: pid not in decoding(service))
+        until(lambda pid=pid: has_ended(pid))
     with begin(service) as broken:
         for pid in started(service):
             os.kill(pid, signal.SIGKILL)
