@@ -37,16 +37,16 @@ class AsgiExchange(Exchange):
     def _start(self, ended: Callable[[], None]) -> None:
         """Run the application, and call `ended` then."""
         self.may_give_way = False
-        peer = self.writer.peer
-        task = peer.loop.create_task(self._run())
-        peer.tasks.add(task)
-        task.add_done_callback(peer.tasks.discard)
+        tasks = self.writer.service.tasks
+        task = self.writer.loop.create_task(self._run())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
         task.add_done_callback(lambda _: ended())
 
     def data(self, data: bytes, end: bool) -> None:
         """Keep it until the application takes it."""
         if data:
-            self.since_s = self.writer.peer.loop.time()
+            self.since_s = self.writer.loop.time()
             self._body.append(data)
             self.buffered_bytes += len(data)
         self._whole = self._whole or end
@@ -69,7 +69,7 @@ class AsgiExchange(Exchange):
 
     async def _run(self) -> None:
         try:
-            await self.writer.peer.app(self._scope(), self._receive, self._send)
+            await self.writer.service.app(self._scope(), self._receive, self._send)
         except asyncio.CancelledError:
             if self._gone:  # the stop takes too long, and the client got its answer
                 raise
@@ -88,22 +88,22 @@ class AsgiExchange(Exchange):
         _log.exception("%s failed", self.request + ids)
 
     def _scope(self) -> dict[str, Any]:
-        peer, head = self.writer.peer, self.head
+        connection, service, head = self.writer.connection, self.writer.service, self.head
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": head.version,
             # The answer to HEAD is that to GET without its body, which is not written.
             "method": "GET" if head.method == b"HEAD" else head.method.decode("ascii"),
-            "scheme": peer.scheme,
+            "scheme": service.scheme,
             "path": unquote(head.path.decode("latin-1")),
             "raw_path": head.path,
             "query_string": head.query,
             "root_path": "",
             "headers": list(head.headers),
-            "client": peer.client,
-            "server": peer.server,
-            "state": dict(peer.state),
+            "client": connection.client,
+            "server": connection.server,
+            "state": dict(service.state),
         }
 
     async def _receive(self) -> dict[str, Any]:

@@ -22,18 +22,19 @@ import asyncio
 import logging
 import math
 from socket import SO_ERROR, SOL_SOCKET
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from wire.answer import refusal
 from wire.errors import Refusal
-from wire.exchange import Peer
 from wire.http1_exchanges import Http1Exchanges
 from wire.http2 import PREFACE
 from wire.http2_exchanges import Http2Exchanges
 from wire.receiver import BodyReceiver, replace_protocol
-from wire.shared import Shared
 from wire.tls_transport import TlsTransport
 from wire.turns import SMALL_BYTES
+
+if TYPE_CHECKING:
+    from wire.door import HttpService
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +51,11 @@ _COUNTED_BYTES = 4096
 class Connection(asyncio.Protocol):
     """The asyncio protocol of one connection."""
 
-    def __init__(self, shared: Shared, loop: asyncio.AbstractEventLoop) -> None:
-        self._shared, self.loop = shared, loop
+    def __init__(self, service: HttpService, loop: asyncio.AbstractEventLoop) -> None:
+        self.service, self.loop = service, loop
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
-        self.peer: Peer = None  # type: ignore[assignment]
+        self.client: tuple[str, int] | None = None
+        self.server: tuple[str, int] | None = None
         self.exchanges: Http1Exchanges | Http2Exchanges = None  # type: ignore[assignment]
         self._preface: bytes | None = b""  # of HTTP/2, as far as it has come; None: decided
         self._receiver: BodyReceiver | None = None  # in this one's place at the transport
@@ -63,7 +65,7 @@ class Connection(asyncio.Protocol):
         self._arrived_bytes = 0  # likewise, of a large body
         self.ended = False  # the client sends no more
         self.closing = False  # nothing more is read but what lingers
-        self.stopping = shared.stopping
+        self.stopping = service.stopping
         self.since_s = loop.time()  # of being idle, or of the headers that arrive
         self.blocked_since_s = self._closed_since_s = 0.0
         self._lingering_until_s = 0.0
@@ -77,39 +79,27 @@ class Connection(asyncio.Protocol):
     # The transport's calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        shared = self._shared
+        service = self.service
         self.transport = cast("asyncio.Transport", transport)
-        self.peer = Peer(
-            client=_address(self.transport, "peername"),
-            server=_address(self.transport, "sockname"),
-            scheme=shared.scheme.decode(),
-            loop=self.loop,
-            app=shared.app,
-            tasks=shared.tasks,
-            access=shared.access,
-            policy=shared.gate.policy,
-            budget=shared.budget,
-            state=shared.state,
-            header_timeout_s=shared.header_timeout_s,
-            keep_alive_s=shared.keep_alive_s,
-        )
-        self.exchanges = Http1Exchanges(self, shared)
-        if len(shared.connections) >= shared.max_connections:
+        self.client = _address(self.transport, "peername")
+        self.server = _address(self.transport, "sockname")
+        self.exchanges = Http1Exchanges(self)
+        if len(service.connections) >= service.max_connections:
             self.closing = True
             self.transport.abort()
-            shared.refused()
+            service.refused()
             return
-        shared.add(self)
-        self.stopping = shared.stopping
-        if shared.certificate is not None:
-            context, steps = shared.certificate.context, shared.handshake_steps
+        service.add(self)
+        self.stopping = service.stopping
+        if service.certificate is not None:
+            context, steps = service.certificate.context, service.handshake_steps
             self.transport = TlsTransport(self, self.transport, context, steps)
 
     def secured(self) -> None:
         self.since_s = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._shared.remove(self)
+        self.service.remove(self)
         self.closing = True
         self._waiting.clear()
         self.stop_receiving()
@@ -124,7 +114,7 @@ class Connection(asyncio.Protocol):
             if self._lingered_bytes > self.exchanges.linger_bytes:
                 self.transport.abort()
             return
-        if self._turn_planned or not self._shared.turns.has_time(len(data) <= SMALL_BYTES):
+        if self._turn_planned or not self.service.turns.has_time(len(data) <= SMALL_BYTES):
             self._waiting.append(data)
             self.turn()
             self.hold()
@@ -141,7 +131,7 @@ class Connection(asyncio.Protocol):
             return b""
         self._preface = None
         if begun.startswith(PREFACE) and not self.closing:
-            self.exchanges = Http2Exchanges(self, self._shared)
+            self.exchanges = Http2Exchanges(self)
             if self.stopping:
                 self.exchanges.stop()
         return begun
@@ -177,7 +167,7 @@ class Connection(asyncio.Protocol):
 
     def body_arrived(self, size: int) -> None:
         """The next `size` bytes are there."""
-        if self._turn_planned or not self._shared.turns.has_time():
+        if self._turn_planned or not self.service.turns.has_time():
             self._arrived_bytes += size
             self.turn()
             return
@@ -198,7 +188,7 @@ class Connection(asyncio.Protocol):
         """Serve what came in the next turn, and read no more until then."""
         if not self._turn_planned:
             self._turn_planned = True
-            self._shared.turns.add(self._turn)
+            self.service.turns.add(self._turn)
             self.set_reading()
 
     @property
@@ -277,7 +267,7 @@ class Connection(asyncio.Protocol):
             received = 0
         if (unsent, received) == (self._unsent_bytes, self._received_bytes):
             return
-        budget = self._shared.budget
+        budget = self.service.budget
         unsent_before, received_before = self._unsent_bytes, self._received_bytes
         self._unsent_bytes, self._received_bytes = unsent, received
         budget.add(unsent - unsent_before + received - received_before)
@@ -354,13 +344,13 @@ class Connection(asyncio.Protocol):
 
     def check_time(self, now_s: float) -> None:
         """Close the connection, or end a request, if it waited too long for its client."""
-        shared, transport = self._shared, self.transport
+        service, transport = self.service, self.transport
         unread_bytes, before = self.transport.get_write_buffer_size(), self._unread_bytes
         self._unread_bytes = unread_bytes
         most_s = _STOP_S if self.stopping else math.inf
         write_s, header_s = (
-            min(shared.write_timeout_s, most_s),
-            min(shared.header_timeout_s, most_s),
+            min(service.write_timeout_s, most_s),
+            min(service.header_timeout_s, most_s),
         )
         if self._unsent_bytes or self._received_bytes or self.blocked_since_s:
             self.hold()

@@ -6,15 +6,11 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from wire.access_log import AccessLog
 from wire.answer import FAILURES, Answer, log_failure
-from wire.budget import Budget
 from wire.errors import Refusal, TooLarge
-from wire.gate import Policy
 from wire.head import FastCall, RequestHead
 from wire.ids import Ids
 from wire.listener import at
@@ -36,24 +32,6 @@ if TYPE_CHECKING:
 
 Start: TypeAlias = Callable[[Callable[[], None]], None]
 """Begins something, and calls its argument at the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Both ends of a connection, and what its requests are served with."""
-
-    client: tuple[str, int] | None
-    server: tuple[str, int] | None
-    scheme: str
-    loop: asyncio.AbstractEventLoop
-    app: Application
-    tasks: set[asyncio.Task[None]]
-    access: AccessLog | None
-    policy: Policy
-    budget: Budget
-    state: Mapping[str, Any]
-    header_timeout_s: float
-    keep_alive_s: float
 
 
 class Exchange:
@@ -79,7 +57,7 @@ class Exchange:
 
     def __init__(self, writer: Writer, stream: Any, head: Any) -> None:
         self.writer, self.stream, self.head = writer, stream, head
-        if writer.peer.access is not None:
+        if writer.service.access is not None:
             self._began_s = time.perf_counter()  # the loop's clock stands still during a turn
 
     def open(self) -> None:
@@ -107,7 +85,7 @@ class Exchange:
 
     def body_timeout_s(self) -> float:
         """How long the client may send nothing of the body."""
-        return self.writer.peer.keep_alive_s
+        return self.writer.service.keep_alive_s
 
     def sent(self) -> None:
         """The client takes what is written again."""
@@ -131,22 +109,22 @@ class Exchange:
 
     def log(self, status: int | str, size: int, request: str, protocol: str) -> None:
         """Add the answer to the access log, if there is one; `size` is its body's."""
-        peer = self.writer.peer
-        if peer.access is not None:
-            client = at(*peer.client) if peer.client else "-"
+        access, address = self.writer.service.access, self.writer.connection.client
+        if access is not None:
+            client = at(*address) if address else "-"
             ids = Ids() if self.head is None else self.head.ids
             seconds = time.perf_counter() - self._began_s
-            peer.access.add(protocol, client, request, status, size, seconds, ids)
+            access.add(protocol, client, request, status, size, seconds, ids)
 
     def log_http(self, status: int, size: int) -> None:
         """Log an answer with an HTTP status, and the ids of a request that failed on our side."""
         head = self.head
         if status in FAILURES and head is not None and head.ids:
             log_failure(self.request, status, head.ids)
-        if self.writer.peer.access is not None:
+        if self.writer.service.access is not None:
             if head is not None and head.method == b"HEAD":
                 size = 0
-            self.log(status, size, self.request, self.writer.peer.scheme)
+            self.log(status, size, self.request, self.writer.service.scheme)
 
     def answer(self, answer: Answer) -> None:
         """Log and write a whole answer."""
@@ -156,7 +134,7 @@ class Exchange:
     def refuse(self, error: Refusal) -> None:
         """Answer with `error` in the form of its path."""
         path = b"" if self.head is None else self.head.path
-        self.answer(self.writer.peer.policy.answer(path, error))
+        self.answer(self.writer.service.gate.policy.answer(path, error))
 
 
 class FastExchange(Exchange):
@@ -260,16 +238,16 @@ class FastExchange(Exchange):
 
     def body_timeout_s(self) -> float:
         """A call has its own deadline; what is refused is only read to be dropped."""
-        return self.writer.peer.header_timeout_s if self._call is None else math.inf
+        return self.writer.service.header_timeout_s if self._call is None else math.inf
 
     def _reply(self, answer: Answer) -> None:
         self._call = self._refusal = None
         writer = self.writer
-        if writer.peer.access is not None or answer.status in FAILURES:
+        if writer.service.access is not None or answer.status in FAILURES:
             self.log_http(answer.status, sum(map(len, answer.rest), len(answer.body)))
         writer.answer(self, answer)
         if answer.rest:
-            writer.peer.loop.call_soon(self._write_next, deque(answer.rest))
+            writer.loop.call_soon(self._write_next, deque(answer.rest))
 
     def _write_next(self, rest: deque[bytes]) -> None:
         """Write the next piece of a large answer, and go on in the next turn of the event loop."""
@@ -277,6 +255,6 @@ class FastExchange(Exchange):
         if writer.is_open(self):
             writer.write(self, (rest.popleft(),))
             if rest:
-                writer.peer.loop.call_soon(self._write_next, rest)
+                writer.loop.call_soon(self._write_next, rest)
             else:
                 writer.finish(self)

@@ -233,7 +233,7 @@ class GrpcStream(Exchange):
 
     def read_on(self) -> None:
         """Take the messages that waited while the call was ahead."""
-        self.writer.peer.loop.call_soon(self._guarded, self._read)
+        self.writer.loop.call_soon(self._guarded, self._read)
 
     def _read(self) -> None:
         """Hand on what has arrived. Raises: Refusal."""
@@ -389,7 +389,7 @@ class GrpcStream(Exchange):
 
     def refuse(self, error: Refusal) -> None:
         """End the call with the status that tells `error`."""
-        self.end(self.writer.peer.policy.status(error))
+        self.end(self.writer.service.gate.policy.status(error))
 
     def _end(self, status: StatusCode, size: int) -> None:
         # A cycle keeps this object until the collector comes, but not what it held.
@@ -402,7 +402,7 @@ class GrpcStream(Exchange):
         if status is StatusCode.INTERNAL and ids:
             found = self._method, status.name, ids
             _log.error("%s was answered with %s: %s", *found, extra=ids.fields)
-        if self.writer.peer.access is not None:
+        if self.writer.service.access is not None:
             self.log(status.name, size, self._method, "grpc")
 
     @property

@@ -12,7 +12,6 @@ from wire.errors import INTERNAL, BodyTimeout, Refusal
 from wire.exchange import BUFFERED_BYTES, Exchange, FastExchange, Start
 from wire.head import Head, Refused
 from wire.http1 import Http1
-from wire.shared import Shared
 
 if TYPE_CHECKING:
     from wire.connection import Connection
@@ -43,10 +42,11 @@ class Http1Exchanges:
     """How long, and how much of, what a client still sends is read and dropped at the end."""
     is_broken = False
 
-    def __init__(self, wire: Connection, shared: Shared) -> None:
-        self._wire, self._shared, self.peer = wire, shared, wire.peer
-        expected = "HTTP/1.1" if shared.certificate else "HTTP/1.1, in the clear"
-        self.http1 = Http1(shared.heads, shared.max_header_bytes, expected)
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.loop = connection, connection.loop
+        self.service = service = connection.service
+        expected = "HTTP/1.1" if service.certificate else "HTTP/1.1, in the clear"
+        self.http1 = Http1(service.heads, service.max_header_bytes, expected)
         self.exchange: Exchange | None = None
         """The request that is not answered."""
         self._begun = False
@@ -109,9 +109,9 @@ class Http1Exchanges:
 
     def _serve(self) -> None:
         """Serve what came, up to the end of one request."""
-        wire, http1 = self._wire, self.http1
+        connection, http1 = self.connection, self.http1
         if self.exchange is None and not http1.in_headers:
-            wire.since_s = self.peer.loop.time()
+            connection.since_s = self.loop.time()
         try:
             if self.exchange is None and (head := http1.next_head()) is not None:
                 self._open(head)
@@ -124,19 +124,19 @@ class Http1Exchanges:
             self.refuse(exc.answer)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
             self._crash()
-        if wire.ended and not self._can_go_on and not self.eof():
-            wire.finish()
+        if connection.ended and not self._can_go_on and not self.eof():
+            connection.finish()
             return
         if self._can_go_on:
-            wire.turn()
-        wire.hold()
-        wire.set_reading()
+            connection.turn()
+        connection.hold()
+        connection.set_reading()
 
     def _open(self, head: Head) -> None:
         """Begin the exchange of a request."""
         kind = AsgiExchange if head.route is None and head.answer is None else FastExchange
         self.exchange = exchange = kind(self, None, head)
-        exchange.since_s = self.peer.loop.time()
+        exchange.since_s = self.loop.time()
         exchange.open()
         left_bytes = self.http1.body_left - self.http1.unparsed_bytes
         if left_bytes > _LARGE_BYTES and isinstance(exchange, FastExchange):
@@ -144,13 +144,13 @@ class Http1Exchanges:
 
     def _place(self, exchange: FastExchange) -> None:
         """Have the rest of a large body received where it belongs, in the clear."""
-        if self._shared.certificate is not None or (room := exchange.room()) is None:
+        if self.service.certificate is not None or (room := exchange.room()) is None:
             return
         data, _ = self.http1.next_piece() or (b"", False)
         room[: len(data)] = data
         exchange.arrived(len(data))
         if self.http1.receiving:
-            self._wire.receive_into(room[len(data) :])
+            self.connection.receive_into(room[len(data) :])
 
     def body_arrived(self, size: int) -> None:
         """`size` bytes of a large body were received into the request's buffer."""
@@ -161,7 +161,7 @@ class Http1Exchanges:
             if self.exchange is not exchange:
                 return
             if self.http1.took(size):
-                self._wire.stop_receiving()
+                self.connection.stop_receiving()
                 exchange.data(b"", True)
             else:
                 exchange.wait()
@@ -172,14 +172,14 @@ class Http1Exchanges:
         """The client sends no more; whether something is left to be answered."""
         exchange, http1 = self.exchange, self.http1
         if exchange is not None and http1.receiving:
-            self._wire.stop_receiving()
+            self.connection.stop_receiving()
             if exchange.cut_off() or self.exchange is not exchange:
                 return True
             self.exchange = None
             http1.close()
         elif exchange is not None:
             if exchange.head is not None and exchange.head.version == "1.1":
-                self.peer.loop.call_later(_PROBE_S, self._probe, exchange, _PROBE_S)
+                self.loop.call_later(_PROBE_S, self._probe, exchange, _PROBE_S)
             return True
         return self._can_go_on
 
@@ -189,24 +189,24 @@ class Http1Exchanges:
         An interim answer may come at any time (RFC 9110, 15.2), and a client that only shut its
         side skips it. A connection whose reading has ended does not report the reset by itself.
         """
-        if self.exchange is not exchange or self._begun or not self._wire.is_there():
+        if self.exchange is not exchange or self._begun or not self.connection.is_there():
             return
         if wait_s == _PROBE_S:
-            self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.peer.loop.call_later(2 * wait_s, self._probe, exchange, 2 * wait_s)
+            self.connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(2 * wait_s, self._probe, exchange, 2 * wait_s)
 
     def stop(self) -> None:
         """Answer what has begun, with `Connection: close`."""
         if self._is_idle:
             # The next request of one that was just used may be on the way.
-            idle_s = self.peer.loop.time() - self._wire.since_s
-            self.peer.loop.call_later(max(0.0, _IDLE_GRACE_S - idle_s), self._close_if_idle)
+            idle_s = self.loop.time() - self.connection.since_s
+            self.loop.call_later(max(0.0, _IDLE_GRACE_S - idle_s), self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if self._wire.waits:
-            self.peer.loop.call_later(_IDLE_GRACE_S, self._close_if_idle)
+        if self.connection.waits:
+            self.loop.call_later(_IDLE_GRACE_S, self._close_if_idle)
         elif self._is_idle:
-            self._wire.transport.close()
+            self.connection.transport.close()
 
     def end(self) -> None:
         """Nothing more is read or answered."""
@@ -217,23 +217,23 @@ class Http1Exchanges:
 
     def check_time(self, now_s: float, header_s: float, _write_s: float) -> None:
         """Close the connection if it waited too long for its client."""
-        http1, exchange, wire = self.http1, self.exchange, self._wire
-        waited_s = now_s - wire.since_s
+        http1, exchange, connection = self.http1, self.exchange, self.connection
+        waited_s = now_s - connection.since_s
         if exchange is not None:
-            waits = http1.receiving and wire.reading
+            waits = http1.receiving and connection.reading
             if waits and now_s - exchange.since_s > exchange.body_timeout_s():
                 exchange.fail(BodyTimeout("body: it did not arrive in time", field="body"))
         elif http1.in_headers or not http1.used:
             if waited_s > header_s:
-                wire.transport.abort()
-        elif self._is_idle and waited_s > self.peer.keep_alive_s:
-            wire.transport.close()
+                connection.transport.abort()
+        elif self._is_idle and waited_s > self.service.keep_alive_s:
+            connection.transport.close()
 
     def refuse(self, answer: Answer) -> None:
         """Answer what cannot be read."""
         exchange = self.exchange
         if exchange is not None and self._begun:  # an answer within an answer would be read as one
-            self._wire.transport.abort()
+            self.connection.transport.abort()
             return
         if exchange is None:
             self.exchange = exchange = Exchange(self, None, None)
@@ -245,7 +245,7 @@ class Http1Exchanges:
         _log.exception("a request failed")
         exchange = self.exchange
         if exchange is None or self._begun:
-            self._wire.transport.abort()
+            self.connection.transport.abort()
             return
         exchange.cancel()
         self._closes = True
@@ -255,7 +255,7 @@ class Http1Exchanges:
 
     def is_open(self, exchange: Exchange) -> bool:
         """Whether it is the one that is answered."""
-        return exchange is self.exchange and not self._wire.transport.is_closing()
+        return exchange is self.exchange and not self.connection.transport.is_closing()
 
     def run(self, exchange: Exchange, start: Start) -> None:
         """Have the application answer it: it is the only one."""
@@ -265,12 +265,12 @@ class Http1Exchanges:
         """Tell a client that waits for it to send the body."""
         if exchange is self.exchange and self.http1.receiving and not (self._asked or self._begun):
             self._asked = True
-            self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def taken(self, exchange: Exchange, size: int) -> None:
         """Read on, if reading paused for it."""
-        if not self._wire.reading:
-            self._wire.set_reading()
+        if not self.connection.reading:
+            self.connection.set_reading()
 
     def answer(self, exchange: Exchange, answer: Answer) -> None:
         """Write a whole answer, or all but its `rest`."""
@@ -278,12 +278,12 @@ class Http1Exchanges:
             return
         head, body, rest = exchange.head, answer.body, answer.rest
         length = sum(map(len, rest), len(body)) if rest else len(body)
-        key, shared = (answer.status, answer.media_type, length), self._shared
-        start = shared.starts.get(key) or shared.answer_start(*key)
+        key, service = (answer.status, answer.media_type, length), self.service
+        start = service.starts.get(key) or service.answer_start(*key)
         close = self._ends(head)
         connection = b""
         if head is None:
-            extra = self._shared.gate.cors_lines({})
+            extra = self.service.gate.cors_lines({})
         else:
             extra = head.extra
             if head.method == b"HEAD":
@@ -292,7 +292,7 @@ class Http1Exchanges:
             connection = b"connection: close\r\n"
         elif head.version == "1.0":
             connection = b"connection: keep-alive\r\n"
-        self._wire.write(b"%s%s%s%s\r\n%s" % (start, answer.headers, extra, connection, body))
+        self.connection.write(b"%s%s%s%s\r\n%s" % (start, answer.headers, extra, connection, body))
         if rest:
             self._begin(close)
         else:
@@ -323,32 +323,32 @@ class Http1Exchanges:
         elif head.version == "1.0":
             headers.append((b"connection", b"keep-alive"))
         lines = [b"%s: %s\r\n" % header for header in headers]
-        common = self._shared.common_lines
-        self._wire.write(b"".join((status_line(status), common, *lines, head.extra, b"\r\n")))
+        common = self.service.common_lines
+        self.connection.write(b"".join((status_line(status), common, *lines, head.extra, b"\r\n")))
         self._begin(close)
 
     def _begin(self, close: bool) -> None:
         self._begun, self._closes = True, close
         if self.http1.receiving:
-            self._wire.stop_receiving()
+            self.connection.stop_receiving()
 
     def write(self, exchange: Exchange, pieces: Iterable[bytes]) -> None:
         """Write the next pieces of an answer."""
         if exchange is self.exchange and exchange.head.method != b"HEAD":
             data = b"".join(pieces)
-            self._wire.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
+            self.connection.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
 
     def finish(self, exchange: Exchange) -> None:
         """End an answer."""
         if exchange is self.exchange:
             if self._chunked and exchange.head.method != b"HEAD":
-                self._wire.write(b"0\r\n\r\n")
+                self.connection.write(b"0\r\n\r\n")
             self._done(self._closes or self._ends(exchange.head))
 
     def reset(self, exchange: Exchange, fault: bool = False) -> None:
         """Give the answer up, which only the end of the connection can say."""
         if exchange is self.exchange:
-            self._wire.transport.abort()
+            self.connection.transport.abort()
 
     def _ends(self, head: Head | None) -> bool:
         """Whether the connection ends after the answer that begins now.
@@ -358,26 +358,26 @@ class Http1Exchanges:
         http1 = self.http1
         if self._closes or http1.receiving or http1.closed or head is None or not head.keep_alive:
             return True
-        return self._wire.stopping and not http1.unparsed_bytes
+        return self.connection.stopping and not http1.unparsed_bytes
 
     def _done(self, close: bool) -> None:
         """The answer is written."""
-        wire, http1 = self._wire, self.http1
+        connection, http1 = self.connection, self.http1
         self.exchange = None
         if close:
-            wire.finish()
+            connection.finish()
             return
         if self._begun or self._asked:
             self._begun = self._closes = self._chunked = self._asked = False
         if http1.buffer:
-            wire.turn()
-        elif wire.ended:
-            wire.finish()
+            connection.turn()
+        elif connection.ended:
+            connection.finish()
         else:
-            wire.since_s = self.peer.loop.time()
-        if not wire.reading:
-            wire.set_reading()
+            connection.since_s = self.loop.time()
+        if not connection.reading:
+            connection.set_reading()
 
     async def drained(self, exchange: Exchange) -> None:
         """Wait until the client has read enough."""
-        await self._wire.drained()
+        await self.connection.drained()

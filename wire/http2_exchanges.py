@@ -17,7 +17,6 @@ from wire.grpc import GrpcStream
 from wire.http2 import ErrorCode, Http2, Stream
 from wire.http2_fields import Fields, lines_block, literals, status_field
 from wire.http2_head import Http2Head
-from wire.shared import Shared
 from wire.streams import too_many_open
 
 if TYPE_CHECKING:
@@ -46,11 +45,12 @@ class Http2Exchanges:
     """How long, and how much of, what a client still sends is read and dropped at the end. Its
     windows have room for 1 MiB."""
 
-    def __init__(self, wire: Connection, shared: Shared) -> None:
-        self._wire, self._shared, self.peer = wire, shared, wire.peer
-        self.places = shared.places
+    def __init__(self, connection: Connection) -> None:
+        self.connection, self.loop = connection, connection.loop
+        self.service = service = connection.service
+        self.places = service.places
         self._write_planned = False
-        self.http2 = Http2(self, shared.block_cache)
+        self.http2 = Http2(self, service.block_cache)
         self._waiting: list[Exchange] = []
         """Opened or continued by what was read, and not complete."""
         self._more = False
@@ -63,7 +63,7 @@ class Http2Exchanges:
         """Requests that the application has not begun to answer."""
         self._runs = 0
         self._run_planned = False
-        self._opened_s = self.active_s = self._asked_s = self.peer.loop.time()
+        self._opened_s = self.active_s = self._asked_s = self.loop.time()
         """When the connection began, when anything came, and when a request was last open."""
         self._unfinished: int | None = None
         self._unfinished_s = 0.0
@@ -106,9 +106,9 @@ class Http2Exchanges:
 
     def receive(self, data: bytes) -> None:
         """Serve what came."""
-        wire, http2 = self._wire, self.http2
+        connection, http2 = self.connection, self.http2
         if data:
-            self.active_s = self.peer.loop.time()
+            self.active_s = self.loop.time()
         self._more = http2.receive(data)
         waiting, self._waiting = self._waiting, []
         for exchange in waiting:
@@ -119,11 +119,11 @@ class Http2Exchanges:
                     self._crash(exchange)
         if http2.failed is not None:
             self.cancel_all()
-            wire.finish()
+            connection.finish()
             return
         if self._more and not self._planned:
             self._planned = True
-            self._shared.turns.add(self._go_on_once)
+            self.service.turns.add(self._go_on_once)
         was_idle, self.is_idle = (
             self.is_idle,
             not (self._more or http2.received_bytes or http2.in_block),
@@ -134,12 +134,12 @@ class Http2Exchanges:
             if self._unfinished is None or not http2.in_block:
                 self._unfinished_s = self.active_s
             self._unfinished = unfinished
-        wire.hold()
-        wire.set_reading()
+        connection.hold()
+        connection.set_reading()
 
     def _go_on_once(self) -> bool:
         self._planned = False
-        if self._wire.may_parse and self._wire.is_there():
+        if self.connection.may_parse and self.connection.is_there():
             self.go_on()
         return False
 
@@ -166,11 +166,11 @@ class Http2Exchanges:
     def stop(self) -> None:
         """Let the client open its requests elsewhere, and answer what has come."""
         self.http2.announce_end()
-        self.peer.loop.call_later(_LAST_CALLS_S, self._end_requests)
+        self.loop.call_later(_LAST_CALLS_S, self._end_requests)
 
     def _end_requests(self) -> None:
-        if self._more or self._wire.waits:  # requests that came before
-            self.peer.loop.call_later(_LAST_CALLS_S, self._end_requests)
+        if self._more or self.connection.waits:  # requests that came before
+            self.loop.call_later(_LAST_CALLS_S, self._end_requests)
             return
         self.http2.end()
         for exchange in self.open:
@@ -180,18 +180,18 @@ class Http2Exchanges:
     def look_for_end(self) -> None:
         """End the connection, if all is answered and nothing more will be."""
         done = not self.http2.streams and not self.http2.out
-        if done and (self.http2.ending or self._wire.ended):
-            self._wire.finish()
+        if done and (self.http2.ending or self.connection.ended):
+            self.connection.finish()
 
     def end(self) -> None:
         """Nothing more is read or answered; what is written goes out."""
         out = self.http2.out
-        if out and not self._wire.transport.is_closing():
-            self._wire.transport.write(b"".join(out))
+        if out and not self.connection.transport.is_closing():
+            self.connection.transport.write(b"".join(out))
         out.clear()
         self.cancel_all()
         # Soon, because this may be called by what is being parsed.
-        self.peer.loop.call_soon(self.http2.forget)
+        self.loop.call_soon(self.http2.forget)
 
     def cancel_all(self) -> None:
         """Nothing is answered any more."""
@@ -209,12 +209,12 @@ class Http2Exchanges:
         """Close the connection, or a stream, if it waited too long for its client."""
         http2 = self.http2
         http2.refill()
-        if not self._wire.reading:
+        if not self.connection.reading:
             self._unfinished_s = now_s
         waits = http2.opening or (self._unfinished is not None and not self._more)
         since_s = self._opened_s if http2.opening else self._unfinished_s
         if waits and now_s - since_s > header_s:
-            self._wire.transport.abort()
+            self.connection.transport.abort()
             return
         for stream in tuple(http2.streams.values()):
             exchange: Exchange = stream.exchange
@@ -234,15 +234,15 @@ class Http2Exchanges:
         """Close a connection without requests, and find out whether a silent client is there."""
         if self.http2.streams:
             self._asked_s = now_s
-        if self._wire.ended:  # it cannot answer, but if it has closed, what is sent fails
+        if self.connection.ended:  # it cannot answer, but if it has closed, what is sent fails
             self.http2.ping()
-        elif now_s - self._asked_s > self.peer.keep_alive_s:
+        elif now_s - self._asked_s > self.service.keep_alive_s:
             self.http2.end()
         elif self._pinged_s:
             if self.http2.pings != self._pings:
                 self._pinged_s = 0.0
             elif now_s - self._pinged_s > _PING_S:
-                self._wire.transport.abort()
+                self.connection.transport.abort()
         elif now_s - self.active_s > _PING_AFTER_S:
             self._pinged_s, self._pings = now_s, self.http2.pings
             self.http2.ping()
@@ -251,8 +251,8 @@ class Http2Exchanges:
 
     def read(self, fields: Fields) -> Http2Head:
         """Check the fields of a request. Raises: Malformed."""
-        shared = self._shared
-        head = Http2Head(fields, shared.routes, shared.methods, shared.gate)
+        service = self.service
+        head = Http2Head(fields, service.routes, service.methods, service.gate)
         if head.is_grpc or head.route is not None or head.answer is not None:
             head.headers = []  # only the application reads them: up to 40 KB of a silent call
         return head
@@ -314,22 +314,22 @@ class Http2Exchanges:
         """Write in the next turn of the event loop, with what else is answered in this one."""
         if not self._write_planned:
             self._write_planned = True
-            self.peer.loop.call_soon(self._write)
+            self.loop.call_soon(self._write)
 
     def _write(self) -> None:
         self._write_planned = False
-        out, wire = self.http2.out, self._wire
-        if wire.ended and self.http2.blocked:  # by windows that will not grow
+        out, connection = self.http2.out, self.connection
+        if connection.ended and self.http2.blocked:  # by windows that will not grow
             self._drop_blocked()
-        if not out or wire.transport.is_closing():
+        if not out or connection.transport.is_closing():
             out.clear()
             return
         data = out[0] if len(out) == 1 else b"".join(out)
         out.clear()
-        wire.write(data)
+        connection.write(data)
         if self.http2.unsent_bytes > _UNSENT_BYTES:
-            wire.hold()
-        if wire.ended or self.http2.ending:
+            connection.hold()
+        if connection.ended or self.http2.ending:
             self.look_for_end()
 
     # The application: few requests at a time, and none while much of an answer is not sent.
@@ -343,14 +343,14 @@ class Http2Exchanges:
         """Begin with another request in the next turn of the event loop, if one may begin."""
         if self._pending and not self._run_planned and self._may_run():
             self._run_planned = True
-            self.peer.loop.call_soon(self._run_one)
+            self.loop.call_soon(self._run_one)
 
     def _may_run(self) -> bool:
         return self._runs < _RUNS and self.http2.unsent_bytes <= _UNSENT_BYTES
 
     def _run_one(self) -> None:
         self._run_planned = False
-        if self._pending and self._may_run() and not self._wire.closing:
+        if self._pending and self._may_run() and not self.connection.closing:
             exchange = next(iter(self._pending))
             start = self._pending.pop(exchange)
             self._runs += 1
@@ -382,7 +382,7 @@ class Http2Exchanges:
         if not stream.sending:
             return
         length = sum(map(len, rest), len(body))
-        block = self._shared.answer_block(answer.status, answer.media_type, length)
+        block = self.service.answer_block(answer.status, answer.media_type, length)
         if answer.headers:
             block += lines_block(answer.headers)
         block += head.extra
@@ -406,7 +406,7 @@ class Http2Exchanges:
             named = any(name == b"content-length" for name, _ in headers)
             if length is not None and not named and status not in (204, 304):
                 headers.append((b"content-length", b"%d" % length))
-            block = status_field(status) + self._shared.common_block + literals(headers)
+            block = status_field(status) + self.service.common_block + literals(headers)
             self.http2.headers(exchange.stream, block + exchange.head.extra)
 
     def write(self, exchange: Exchange, pieces: Iterable[bytes]) -> None:
@@ -425,7 +425,7 @@ class Http2Exchanges:
 
     def is_read(self, exchange: Exchange) -> bool:
         """Whether the client reads what is written."""
-        return not (exchange.stream.unsent or self._wire.blocked_since_s)
+        return not (exchange.stream.unsent or self.connection.blocked_since_s)
 
     def waits(self, exchange: Exchange) -> bool:
         """Whether a request waits for its client, or for others of the connection."""
@@ -443,4 +443,4 @@ class Http2Exchanges:
         """Wait until the client's windows, and its connection, have taken what is written."""
         if exchange.stream.unsent:
             await exchange.wait_until_sent()
-        await self._wire.drained()
+        await self.connection.drained()

@@ -38,7 +38,7 @@ class _Unary:
         exchange: GrpcStream,
     ) -> None:
         self._answer, self._max_bytes, self._exchange = answer, max_bytes, exchange
-        self._budget = exchange.writer.peer.budget
+        self._budget = exchange.writer.service.budget
         self._body = bytearray()
         self._announced_bytes = 0
         self._has_begun = self._is_watched = self._has_ended = False

@@ -208,7 +208,7 @@ class Calls:
         self.exchange.write(found)
         if self.slow:
             self.is_ahead = True
-            self.exchange.writer.peer.loop.call_soon(self._follow)
+            self.exchange.writer.loop.call_soon(self._follow)
 
     def _follow(self):
         self.is_ahead = False
