@@ -218,7 +218,8 @@ class Http2Exchanges:
             return
         for stream in tuple(http2.streams.values()):
             exchange: Exchange = stream.exchange
-            if stream.receiving and now_s - exchange.since_s > exchange.body_timeout_s():
+            waits = stream.receiving and not exchange.buffered_bytes
+            if waits and now_s - exchange.since_s > exchange.body_timeout_s():
                 exchange.fail(BodyTimeout("body: it did not arrive in time", field="body"))
             elif stream.number in http2.blocked:
                 unsent = stream.unsent_bytes
@@ -321,7 +322,7 @@ class Http2Exchanges:
         out, connection = self.http2.out, self.connection
         if connection.ended and self.http2.blocked:  # by windows that will not grow
             self._drop_blocked()
-        if not out or connection.transport.is_closing():
+        if not out or connection.closing or connection.transport.is_closing():
             out.clear()
             return
         data = out[0] if len(out) == 1 else b"".join(out)
