@@ -23,7 +23,7 @@ from service.errors import (
     exit_code,
 )
 from service.observe.traces import FAULTS
-from wire.errors import Refusal
+from wire.errors import InvalidCertificate, Refusal
 
 
 def every(kind=ServiceError):
@@ -57,8 +57,10 @@ def test_every_error_has_a_status_over_http_and_grpc_and_traces_know_whose_fault
         (OutOfDeviceMemory("x"), ExitCode.BACKEND),
         (DeviceError("x", sticky=True), ExitCode.DEVICE),
         (CannotListen(errno.EADDRINUSE, "x"), ExitCode.ADDRESS),
+        (InvalidCertificate("x"), ExitCode.SETTINGS),
     ],
 )
-def test_each_reason_not_to_start_has_its_exit_code(error, code):
+def test_each_reason_not_to_start_has_its_exit_code_and_a_bug_has_none(error, code):
     assert isinstance(error, STARTUP_ERRORS)
     assert exit_code(error) is code
+    assert not isinstance(OSError(errno.ENOSPC, "x"), STARTUP_ERRORS)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
-import importlib.metadata
 import signal
 import socket
 import threading
@@ -15,11 +13,11 @@ import grpc
 import numpy as np
 import pytest
 
+import lenet
 from benchmarks.grpc_stub import Stub
 from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
 from service.assembly import open_service
-from service.engine.versions import WeightsFolder
 from service.errors import ExitCode, Unavailable
 from service.forms import open_inference_pb2 as pb
 from service.process.signals import Signals
@@ -68,11 +66,13 @@ async def predict(service):
     return await submit(service.models.get(), ONE, 20.0)
 
 
-async def test_an_open_service_is_ready_and_a_closed_one_is_not(settings):
-    async with open_service(settings, grpc_port=0) as service:
-        assert service.models.ready
-        assert len(threads()) == 2
-        assert (await predict(service)).model == "tiny"
+async def test_an_open_service_is_ready_and_nothing_of_one_that_failed_is_left(settings):
+    opened = open_service(settings, grpc_port=0)
+    service = await opened.__aenter__()
+    assert service.models.ready
+    assert len(threads()) == 2
+    assert (await predict(service)).model == "tiny"
+    assert not await opened.__aexit__(RuntimeError, RuntimeError("inside"), None)
     assert not service.models.ready
     assert not threads()
     with pytest.raises(Unavailable):
@@ -88,34 +88,9 @@ async def test_a_broken_weight_file_is_refused_before_any_context_is_made(settin
             pytest.fail("it opened")
 
 
-async def test_everything_is_closed_when_what_runs_inside_fails(settings):
-    with pytest.raises(RuntimeError, match="inside"):
-        async with open_service(settings, grpc_port=0) as service:
-            raise RuntimeError("inside")
-    assert not service.models.ready
-    assert not threads()
-
-
-async def test_a_reload_under_way_ends_with_the_service(settings, monkeypatch):
-    begun, may_read = threading.Event(), threading.Event()
-    async with open_service(settings, grpc_port=0) as service:
-        monkeypatch.setattr(
-            WeightsFolder, "read", lambda *_: begun.set() or may_read.wait(PATIENCE_S)
-        )
-        service.repository.request_reload()
-        await asyncio.to_thread(begun.wait, PATIENCE_S)
-    may_read.set()
-    running = {task.get_coro().__qualname__.partition(".")[0] for task in asyncio.all_tasks()}
-    assert "Repository" not in running
-
-
-async def test_the_version_is_0_when_the_distribution_is_not_installed(settings, monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    async with open_service(settings, grpc_port=0) as service:
-        assert service.app.version == "0"
+def test_the_version_is_0_when_the_distribution_is_not_installed(monkeypatch):
+    monkeypatch.setattr(lenet, "DISTRIBUTION", "not-installed")
+    assert lenet.distribution_version() == "0"
 
 
 def test_the_ports_are_checked_before_the_work_of_the_start(tmp_path, caplog):
@@ -146,15 +121,6 @@ def test_a_device_that_fails_at_the_start_is_one_line_and_a_code(
     else:
         assert run(settings) is ExitCode.BACKEND
     assert caplog.messages == ["opening GPU 0: it fell off the bus"]
-
-
-def test_an_unexpected_error_is_no_exit_code(settings, monkeypatch):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(module, "open_service", full)
-    with pytest.raises(OSError, match="No space left"):
-        run(settings)
 
 
 async def test_a_cancelled_start_is_no_stop(settings):
@@ -212,43 +178,6 @@ def test_there_is_no_grpc_when_it_is_off(start, by):
         Stub(channel).ServerLive(pb.ServerLiveRequest())
     expected = grpc.StatusCode.UNIMPLEMENTED if by == "wire" else grpc.StatusCode.UNAVAILABLE
     assert caught.value.code() is expected
-    service.signal()
-    assert service.wait() == ExitCode.STOPPED
-
-
-def test_a_port_is_named_when_another_program_listened_there_first(start):
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", 0))
-        port = other.getsockname()[1]
-        service = start("--contexts", "100", port=port)
-        service.wait_for("warming up")
-        other.listen()
-        assert service.wait() == ExitCode.ADDRESS
-    (error,) = [line for line in service.lines if "ERROR" in line]
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in error
-    assert "Traceback" not in service.log
-
-
-def test_a_signal_during_the_warm_up_ends_it_with_0_when_much_is_left_to_do(start):
-    service = start("--contexts", "1000")
-    service.wait_for("read lenet/1 from weights: warming up")
-    service.signal(signal.SIGINT)
-    assert service.wait() == ExitCode.STOPPED
-    assert "ready" not in service.log
-    assert service.lines[-1].endswith("stopped")
-
-
-# Reloading
-
-
-def test_a_hangup_during_the_warm_up_is_no_end_and_is_remembered(start, second_version):
-    service = start("--contexts", "50")
-    service.wait_for("read lenet/1 from weights: warming up")
-    second_version()
-    service.signal(signal.SIGHUP)
-    service.ready().wait_for("version 2 .* replaced version 1, golden logits match")
-    assert '"version":"2"' in service.predict()[1]
     service.signal()
     assert service.wait() == ExitCode.STOPPED
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import multiprocessing
 import os
@@ -160,19 +159,6 @@ def test_no_worker_outlives_a_supervisor_that_is_killed_while_they_import(
     assert service.wait() == -signal.SIGKILL  # the log ends with the last process that holds it
 
 
-def test_every_worker_reloads_and_nobody_dies_when_all_are_hung_up(start_two, second_version):
-    service = start_two().ready(workers=2)
-    second_version()
-    service.signal_all(signal.SIGHUP)
-    service.wait_for("version 2 .* replaced version 1", 2)
-    for _ in range(10):
-        assert '"version":"2"' in service.predict()[1]
-    service.signal()
-    assert service.wait() == ExitCode.STOPPED
-    assert "resource_tracker" not in service.log
-    assert len(service.started_workers()) == 2
-
-
 # Without processes
 
 
@@ -327,15 +313,6 @@ def test_under_mps_neighbours_of_a_lost_gpu_are_ended_before_any_is_replaced(
     assert supervise(settings.model_copy(update=changes)) is ExitCode.ADDRESS
     assert found == running
     assert "no sign of life" not in caplog.text, "it was ended for another reason"
-
-
-def test_an_unexpected_error_is_no_exit_code(settings, monkeypatch):
-    def broken(*_):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(supervisor, "WeightsFolder", broken)
-    with pytest.raises(OSError, match="Too many open files"):
-        supervise(settings)
 
 
 def test_no_worker_is_started_when_a_stop_was_requested_before(spawned, settings):

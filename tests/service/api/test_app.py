@@ -5,9 +5,7 @@ import contextlib
 import dataclasses
 import io
 import json
-import platform
 import random
-import re
 from functools import partial
 
 import numpy as np
@@ -19,9 +17,7 @@ from PIL import Image
 from lenet.backend import BatchResult
 from lenet.context import ExecutionContext
 from lenet.reference import logits, softmax
-from lenet.weightfile import WeightFile
 from service.api.schemas import InfoResponse, PredictResponse
-from service.forms.body import ACCEPTED
 from service.observe.metrics import Metrics
 from tests.conftest import draw_weights
 from tests.documented import documented
@@ -77,20 +73,19 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 5])
-async def test_images_get_their_predictions_in_order_in_every_form(served, images, expected, count):
+async def test_images_get_their_predictions_in_order_in_every_form(served, images, expected):
     for content_type, encode in FORMS.items():
-        response = await served.post(encode(images[:count]), content_type)
+        response = await served.post(encode(images), content_type)
         assert response.status_code == 200
         assert response.headers["content-type"] == JSON
         answer = PredictResponse.model_validate_json(response.content, strict=True)
         assert (answer.model, answer.version) == ("tiny", "3")
         found = [prediction.probabilities for prediction in answer.predictions]
-        np.testing.assert_allclose(found, expected[:count], atol=1e-5)
-        for prediction, row in zip(answer.predictions, expected, strict=False):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        for prediction, row in zip(answer.predictions, expected, strict=True):
             assert prediction.label == row.argmax()
             assert prediction.confidence == max(prediction.probabilities)
-        inverted = await served.post(encode(~images[:count]), content_type, "?invert=true")
+        inverted = await served.post(encode(~images), content_type, "?invert=true")
         assert inverted.content == response.content
 
 
@@ -136,15 +131,6 @@ async def test_several_digits_are_warned_of_where_one_was_expected(served):
     (most,) = map(int, documented("warnings in an answer"))
     found = (await served.post(form(*[(PNG, bars(2))] * (most + 1)), FORM)).json()
     assert (len(found["predictions"]), len(found["warnings"])) == (most + 1, most)
-
-
-async def test_a_large_answer_and_one_in_bytes_are_as_without_warnings(served):
-    body = form((RAW, bytes(784 * 600)), (PNG, bars(2)))
-    answer = PredictResponse.model_validate_json((await served.post(body, FORM)).content)
-    assert len(answer.predictions) == 601
-    assert answer.warnings[0].image == 600
-    binary = await served.post(body, FORM, accept=RAW)
-    assert len(binary.content) == 601 * 40
 
 
 @pytest.mark.parametrize("rows", [1, 300])  # answered at once, and in pieces
@@ -305,38 +291,6 @@ async def test_answers_are_those_of_their_own_rows_when_requests_share_batches(o
         assert reply.content.startswith(b'{"model":"tiny","version":"3","predictions":[{"label":')
 
 
-async def test_server_timing_is_what_the_metrics_add_up_and_the_size_of_the_last_batch(
-    open_app, table
-):
-    _, batches = table
-    async with open_app(max_batch_rows=8) as served:
-        route = served.service.fast_routes[b"POST", b"/predict"]
-        replies = {}
-        for count in (1, 2, 4, 20):
-            wanted = route.read(b"", {"content-type": RAW})
-            route.open(wanted, partial(replies.__setitem__, count)).complete(tagged(0, count))
-        await until(lambda: len(replies) == 4)
-        sums = {
-            stage: served.value("lenet_stage_duration_seconds_sum", stage=stage)
-            for stage in ("decode", "queue", "compute", "encode")
-        }
-    assert batches == [8, 8, 8, 3]
-    sums["total"] = served.value("lenet_request_duration_seconds_sum")
-    rows, times = {}, []
-    for count, reply in replies.items():
-        (line,) = re.findall(rb"server-timing: (.*)\r\n", reply.headers)
-        *entries, rows[count] = line.decode().split(", ")
-        pairs = [re.fullmatch(r"(\w+);dur=(\d+\.\d{3})", entry).groups() for entry in entries]
-        assert [stage for stage, _ in pairs] == list(sums)
-        times.append([float(ms) for _, ms in pairs])
-        assert sum(times[-1][:-1]) <= times[-1][-1] + 0.005
-    assert rows == {1: 'batch;desc="8"', 2: 'batch;desc="8"', 4: 'batch;desc="8"'} | {
-        20: 'batch;desc="3"'
-    }
-    shown = [sum(of_stage) / 1e3 for of_stage in zip(*times, strict=True)]
-    assert shown == pytest.approx([*sums.values()], abs=4e-6)
-
-
 async def test_small_bodies_start_no_decoding_process_however_their_type_is_written(
     open_app, monkeypatch
 ):
@@ -351,41 +305,6 @@ async def test_small_bodies_start_no_decoding_process_however_their_type_is_writ
 
 
 # Errors
-
-MALFORMED = {
-    "no body": (JSON, b"", "body", "got nothing, expected"),
-    "nested too deep": (JSON, b"[" * 100_000, "body", "got 100000 lists in 100000 bytes"),
-    "an unknown key": (JSON, b'{"images": [], "invert": true}', "invert", "an unknown key"),
-    "a lone surrogate": (JSON, as_json([["\\ud800"]]).replace(b"\\\\", b"\\"), "body", "not JSON"),
-    "a fraction": (JSON, as_json([[0.5] * 784]), "images[0][0]", "got 0.5"),
-    "785 bytes": (RAW, bytes(785), "body", "785 bytes, expected n x 784"),
-    "npy of floats": (NPY, npy(np.zeros((28, 28), np.float32)), "body", "float32"),
-    "half a PNG": (PNG, picture("PNG")[:60], "body", "not a readable image/png"),
-    "half a JPEG": (JPEG, picture("JPEG")[:100], "body", "not a readable image/jpeg"),
-    "half a form": (FORM, form((RAW, bytes(784)))[:-9], "body", "no closing boundary"),
-    "a bad part": (FORM, form((RAW, bytes(784)), (RAW, bytes(3))), "parts[1]", "3 bytes"),
-}
-
-
-async def test_a_malformed_body_is_a_400_that_names_what_is_wrong(served, refusal):
-    for content_type, body, field, words in MALFORMED.values():
-        error = refusal(await served.post(body, content_type), 400, "invalid_input")
-        assert error.field == field
-        assert error.message.startswith(field)
-        assert words in error.message
-    assert served.requests("invalid_input") == len(MALFORMED)
-
-
-async def test_a_type_that_is_not_supported_is_a_415(served, refusal, one):
-    types = ("", "text/plain", "application/x-www-form-urlencoded")
-    asked = [({"Content-Type": kind}, kind) for kind in types]
-    for headers, kind in (*asked, ({}, "")):
-        response = await served.client.post("/predict", content=one, headers=headers)
-        error = refusal(response, 415, "unsupported_media_type")
-        assert error.field == "content-type"
-        assert kind in error.message
-        assert all(accepted in error.message for accepted in ACCEPTED)
-
 
 WRONG_QUERIES = [
     (400, "invalid_input", "?models=tiny", "models", "is unknown"),
@@ -431,70 +350,23 @@ async def test_a_timeout_is_milliseconds_and_anything_else_a_400(served, refusal
 # Server errors
 
 
-async def test_an_unread_body_is_not_taken_for_the_next_request(open_app, one):
-    async with open_app() as served:
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        head = f"Host: a\r\nContent-Type: {RAW}\r\nContent-Length: 784\r\n\r\n".encode()
-        inner = b"GET /info HTTP/1.1\r\nHost: a\r\n\r\n"
-        writer.write(b"POST /predict?nope=1 HTTP/1.1\r\n" + head + inner.ljust(784))
-        writer.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-        answers = (await reader.read()).decode()
-        writer.close()
-        await writer.wait_closed()
-    assert re.findall(r"HTTP/1.1 (\d+)", answers) == ["400", "200"]
-    assert '"live":true' in answers
-
-
 # Operations
-
-
-async def test_info_lists_models_and_limits(served, weights, tiny):
-    response = await served.client.get("/info")
-    info = InfoResponse.model_validate_json(response.content, strict=True)
-    file = WeightFile.read(weights / "tiny" / "3.safetensors")
-    (model,) = info.models
-    assert (model.name, model.version, model.sha256) == ("tiny", "3", file.digest())
-    assert model.parameters == 7850
-    assert model.labels == list("0123456789")
-    assert model.accuracy == 0.5
-    assert (model.device, model.precision) == ("cpu", "fp32")
-    assert set(model.strategies.values()) == {"onnxruntime"}
-    names = [shape.name for shape in file.model.shapes()]
-    assert model.layers == dict.fromkeys(model.strategies, dict.fromkeys(names, "onnxruntime"))
-    assert max(model.strategies) == info.limits["max_batch_rows"]
-    assert (info.commit, info.python) == ("", platform.python_version())
-    assert info.default_model == "tiny"
-    assert info.limits.pop("max_picture_pixels") == 16_777_216
-    assert info.limits == {
-        name: getattr(served.settings, name)
-        for name in (
-            *("max_batch_rows", "max_queue_rows", "max_images"),
-            *("max_body_bytes", "request_timeout_ms"),
-        )
-    }
 
 
 async def test_a_request_to_the_repository_is_refused_by_the_name_of_what_is_wrong(open_app):
     key = "a-key-of-an-administrator"
     async with open_app(admin_keys=key) as served:
-        for body, error in (
+        for body, words in (
             (b'{"ready": "yes"}', "ready: got 'yes', expected a valid boolean"),
             (b'{"ready": 1}', "ready: got 1, expected a valid boolean"),
-            (b"[1]", "body: got a list of 1, expected an object"),
-            (b'"\\ud800"', "body: is not JSON ("),
-            (b"\xff", "body: is not JSON ("),
-            (b'{"ready": ' + b"9" * 5000 + b"}", "body: is not JSON ("),
             (b"[" * 60_000, "body: is not JSON ("),
-            (b" \n", None),
-            (b'{"ready": true, "x": 1}', None),
+            (b" \n", '"READY"'),
+            (b'{"ready": true, "x": 1}', '"READY"'),
         ):
             headers = {"Authorization": f"Bearer {key}", "Content-Type": "text/plain"}
             answer = await served.client.post("/v2/repository/index", content=body, headers=headers)
-            if error is None:
-                assert [row["state"] for row in answer.json()] == ["READY"]
-            else:
-                assert answer.status_code == 400
-                assert answer.json()["error"].startswith(error), answer.text
+            assert answer.status_code == (200 if "READY" in words else 400)
+            assert words in answer.text
 
 
 async def test_an_error_in_another_route_is_a_500_in_the_same_shape(served, monkeypatch, refusal):
@@ -503,9 +375,10 @@ async def test_an_error_in_another_route_is_a_500_in_the_same_shape(served, monk
 
 
 async def test_strange_requests_make_no_series(served, one):
+    draw = random.Random(0)
+
     async def strange():
-        draw = random.Random(0)
-        for _ in range(60):
+        for _ in range(20):
             word = "".join(draw.choices("abc/%$.\u00e9", k=12))
             await served.client.request(
                 draw.choice(["GET", "POST", "DELETE", "BREW"]),
@@ -563,6 +436,9 @@ async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):
         )
         assert "did you mean" not in message
         assert len(message) < 200
+
+    for path in ("/explain%0A", "/v1/models/tiny:predict%0A", "/v2/models/tiny/infer%0A"):
+        assert (await served.client.post(path, content=bytes(784))).status_code == 404
 
 
 async def test_a_misspelt_path_is_answered_with_the_nearest(served):

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -44,10 +43,6 @@ async def in_two(served, body):
         writer.write(body[-1:])
         async with asyncio.timeout(PATIENCE_S):
             return int((await reader.read()).split()[1])
-
-
-def quiet(caplog):
-    return [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 # The size of a body
@@ -98,26 +93,6 @@ async def test_a_picture_is_answered_within_its_deadline_when_decoding_takes_lon
     assert (await served.post(one)).status_code == 200, "pixels need no decoder"
     assert (await served.post(seven(), PNG)).status_code == 200
     refusal(await served.post(b"picture", PNG), 400, "invalid_input")
-
-
-@pytest.mark.parametrize("others", [0, 2], ids=["being decoded", "waiting for a decoder"])
-async def test_a_request_ends_when_its_client_leaves_while_it_is_decoded(
-    open_app, one_slot, caplog, others
-):
-    async with open_app() as served:
-        async with AsyncExitStack() as stack:
-            for _ in range(others + 1):
-                _, writer = await stack.enter_async_context(connect(served))
-                length = b"Content-Length: %d\r\n" % len(LONG)
-                writer.write(head(length).replace(TYPE, FORM_TYPE) + LONG)
-                await writer.drain()
-            await asyncio.sleep(0.05)
-        async with asyncio.timeout(PATIENCE_S):
-            await until(lambda: served.requests("cancelled") == others + 1)
-        # Nothing of theirs is in its way.
-        async with asyncio.timeout(PATIENCE_S):
-            assert (await served.post(seven(), PNG)).status_code == 200
-    assert quiet(caplog)
 
 
 async def test_a_body_is_held_until_its_decoding_has_ended(open_app, one):

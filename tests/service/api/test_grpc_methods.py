@@ -17,7 +17,7 @@ from service.api import health_pb2, reflection_pb2
 from service.api.grpc_methods import HealthServicer
 from service.forms import open_inference_pb2 as pb
 from tests.service.api.conftest import failure
-from tests.service_process import PATIENCE_S, grpc_call
+from tests.service_process import PATIENCE_S
 from tests.wire.doors import until
 
 SERVICE = "inference.GRPCInferenceService"
@@ -164,42 +164,20 @@ async def test_reflection_answers_in_both_versions_and_says_what_is_unknown(stub
     assert await stream.code() is grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize("message", [b"\xff\xff\xff", bytes(5000)])
-@pytest.mark.parametrize(
-    "method",
-    [
-        f"{SERVICE}/ModelReady",
-        "grpc.health.v1.Health/Check",
-        "grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
-    ],
-)
-async def test_a_question_is_refused_when_it_is_not_one(stub, caplog, method, message):
-    error = await failure(stub.channel.unary_unary(f"/{method}")(message))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert dict(error.trailing_metadata())["lenet-error-field"] == "message"
-    assert error.details().startswith("message: ")
+async def test_a_question_is_refused_when_it_is_not_one(stub, caplog):
+    info = "grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    for method, messages in (
+        (f"{SERVICE}/ModelReady", [b"\xff\xff\xff"]),
+        ("grpc.health.v1.Health/Check", [b"\xff\xff\xff"]),
+        (info, [b"\xff\xff\xff"]),
+        (info, [bytes(5000)]),
+        ("grpc.health.v1.Health/Watch", []),
+    ):
+        error = await failure(stub.channel.stream_unary(f"/{method}")(iter(messages)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert dict(error.trailing_metadata())["lenet-error-field"] == "message"
+        assert error.details().startswith("message: ")
     assert not caplog.records
-
-
-def read_status(port, path, **headers):
-    """What the service sends to a call without a message, up to its status."""
-    received = b""
-    with grpc_call(port, path.encode(), **headers) as connection:
-        while b"grpc-message" not in received and (piece := connection.recv(1000)):
-            received += piece
-    return received
-
-
-@pytest.mark.parametrize("method", [f"{SERVICE}/ServerLive", "grpc.health.v1.Health/Watch"])
-async def test_a_call_without_a_request_ends_at_its_deadline_or_when_its_client_is_done(
-    stub, running, method
-):
-    deadline = {"grpc-timeout": b"50m"}
-    found = await asyncio.to_thread(read_status, running.port, f"/{method}", **deadline)
-    assert b"no answer within 50 ms" in found
-    error = await failure(stub.channel.stream_unary(f"/{method}")(iter(())))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error.details() == "message: got none, expected a request"
 
 
 async def test_an_unexpected_error_is_logged_and_hidden(stub, running, monkeypatch, caplog):

@@ -20,7 +20,6 @@ from service.observe.metrics import (
     Metrics,
     ReloadOutcome,
     Stage,
-    Totals,
     Transport,
 )
 
@@ -63,6 +62,13 @@ def result(computed_rows=4, captured=True, device_s=0.05):
 
 LENET, MLP = ("lenet", "1"), ("mlp", "7")
 OF_LENET, OF_MLP = ({"model": model, "version": version} for model, version in (LENET, MLP))
+
+
+GAUGES = (
+    *("queue_rows", "queue_limit_rows", "contexts", "contexts_busy", "device_bytes"),
+    *("workspace_bytes", "golden_error", "golden_tolerance"),
+)
+"""Of a loaded model."""
 
 
 def load(metrics, model, sha256="ab" * 32, **values):
@@ -134,14 +140,6 @@ def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, value):
             assert value("lenet_requests_total", answered) == 0, "it is there before the first"
 
 
-def test_the_end_of_a_certificate_is_shown_only_where_there_is_one(metrics, value):
-    name = "lenet_certificate_end_timestamp_seconds"
-    assert value(name) is None
-    for ends_s in (1.8e9, 1.9e9):
-        metrics.certificate_read(ends_s)
-        assert value(name) == ends_s
-
-
 def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
     load(metrics, MLP)
     load(metrics, ("mlp", "8"))
@@ -149,16 +147,7 @@ def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
     metrics.predicted("http", MLP, TIMES_S)
     assert value("lenet_contexts", OF_MLP) == 2
     metrics.model_unloaded(MLP)
-    gauges = (
-        "queue_rows",
-        "queue_limit_rows",
-        "golden_tolerance",
-        "contexts",
-        "contexts_busy",
-        "device_bytes",
-        "workspace_bytes",
-    )
-    for name in (*gauges, "golden_error"):
+    for name in GAUGES:
         assert value(f"lenet_{name}", OF_MLP) is None
         assert value(f"lenet_{name}", {"model": "mlp", "version": "8"}) is not None
     assert value("lenet_model_info", {**OF_MLP, "sha256": "ab" * 32}) is None
@@ -169,9 +158,8 @@ def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
 
 
 def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
-    of_loaded = [
-        f"lenet_{name}" for name in ("contexts", "golden_error", "device_bytes", "workspace_bytes")
-    ] + ["lenet_queue_limit_rows", "lenet_golden_tolerance", "lenet_workers"]
+    of_loaded = {f"lenet_{name}" for name in (*GAUGES, "workers")} - {"lenet_queue_rows"}
+    of_loaded -= {"lenet_contexts_busy"}
     metrics.predicted("grpc", LENET, TIMES_S)
     load(metrics, LENET, load=lambda: (4, 1))
     metrics.batch_ended(LENET, 3, "full", 0.5, result(4, True, 0.5))
@@ -226,29 +214,6 @@ def test_an_exposition_shows_one_moment(metrics):
         found = {one.name: one.value for family in families for one in family.samples}
         assert found["lenet_explanation_duration_seconds_sum"] == total_s
         assert found["lenet_start_phase_seconds"] == (total_s + 1) // 2
-
-
-async def test_the_totals_are_those_of_each_model(metrics):
-    assert (await metrics.totals())[LENET] == Totals()
-    for rows in (1, 2, 3, 4, 5, 1024):
-        metrics.batch_ended(LENET, rows, "full", 0.5, result(rows, True, None))
-    metrics.predicted("grpc", LENET, TIMES_S)
-    metrics.predicted("http", LENET, TIMES_S)
-    metrics.request_done(LENET, "http", "overloaded")
-    metrics.predicted("http", MLP, TIMES_S)
-    totals = await metrics.totals()
-    lenet, mlp = totals[LENET], totals[MLP]
-    assert (lenet.predicted, lenet.failed, lenet.images, lenet.batches) == (2, 1, 1039, 6)
-    assert lenet.stages_s == {
-        "decode": 0.25,
-        "queue": 0.5,
-        "compute": 1.0,
-        "encode": 0.125,
-        "total": 2.0,
-    }
-    assert lenet.sized == {1: [1, 0.5], 2: [1, 0.5], 4: [2, 1.0], 8: [1, 0.5], 1024: [1, 0.5]}
-    assert lenet.last_s == pytest.approx(time.time(), abs=60)
-    assert (mlp.predicted, mlp.failed, mlp.images, mlp.batches) == (1, 0, 0, 0)
 
 
 async def test_small_times_add_up_however_often_they_are_shown(metrics):

@@ -35,16 +35,17 @@ def worker(tmp_path, monkeypatch):
             patch.setattr(os, "getpid", lambda: pid)
             metrics = Metrics(CollectorRegistry(), tmp_path)
         load(metrics, model, sha256)
+        metrics.flush()
         return metrics
 
     return start
 
 
 def load(metrics, model=MODEL, sha256="ab", rows=10):
+    """Load a version; a flush writes that."""
     numbers = {"contexts": 2, "golden_error": 1e-7, "device_bytes": 10, "workspace_bytes": 1}
     numbers |= {"queue_limit_rows": 10 * rows, "golden_tolerance": 1e-4}
     metrics.model_loaded(model, sha256, load=lambda: (rows, 1), **numbers)
-    metrics.flush()
 
 
 def predict(metrics, count=1, model=MODEL):
@@ -173,66 +174,51 @@ def test_no_count_is_lost_or_doubled_while_a_worker_is_folded(
         assert scrape(asking)[OK] == 2
 
 
-def test_a_file_that_stays_after_it_was_folded_is_counted_once(worker, tmp_path, monkeypatch):
-    asking = worker(1)
-    predict(worker(2), 2)
-    unlink = Path.unlink
-
-    def keep_dead(path, missing_ok=False):
-        if path.suffix == ".dead":
-            raise OSError(13, "Permission denied")
-        unlink(path, missing_ok)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", keep_dead)
-        fold(tmp_path, 2)
-    assert len(files(tmp_path)) == 3
-    assert (scrape(asking)[OK], scrape(asking)[DEATHS]) == (2, 1)
-    predict(worker(3), 5)
-    fold(tmp_path, 3)
-    assert (scrape(asking)[OK], scrape(asking)[DEATHS]) == (7, 2)
-    assert len(files(tmp_path)) == 2
-
-
-def test_counts_that_cannot_be_folded_stay_without_their_gauges_and_are_folded_later(
-    worker, tmp_path, monkeypatch, caplog
-):
-    asking = worker(1)
-    predict(worker(2))
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        fold(tmp_path, 2)
-        (message,) = caplog.messages
-        assert message.startswith("metrics of worker 2 are not added to those of the dead: ")
-    found = scrape(asking)
-    assert (found[OK], found["lenet_workers",], found[DEATHS]) == (1, 1, 1)
-    predict(worker(3), 4)
-    fold(tmp_path, 3)
-    found = scrape(asking)
-    assert (found[OK], found["lenet_workers",], found[DEATHS]) == (5, 1, 2)
-    assert len(files(tmp_path)) == 2
-
-
 def full(*_):
     raise OSError(28, "No space left on device")
 
 
-def test_a_worker_with_the_process_id_of_a_dead_one_adds_to_its_counts(worker, tmp_path):
+@pytest.mark.parametrize("failing", ["unlink", "write_bytes"])
+def test_counts_that_cannot_be_folded_are_counted_once_without_gauges_and_folded_later(
+    worker, tmp_path, monkeypatch, caplog, failing
+):
+    asking = worker(1)
+    predict(worker(2), 2)
+    unlink = Path.unlink
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            *(Path, failing),
+            lambda path, *of, **to: full() if path.suffix != ".json" else unlink(path, *of, **to),
+        )
+        fold(tmp_path, 2)
+    (message,) = caplog.messages
+    assert message.startswith("metrics of worker 2 are not added to those of the dead: ")
+    found = scrape(asking)
+    assert (found[OK], found["lenet_workers",], found[DEATHS]) == (2, 1, 1)
+    predict(worker(3), 5)
+    fold(tmp_path, 3)
+    found = scrape(asking)
+    assert (found[OK], found["lenet_workers",], found[DEATHS]) == (7, 1, 2)
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_worker_is_folded_when_its_process_id_returns_or_it_was_killed_while_it_wrote(
+    worker, tmp_path
+):
     asking = worker(1)
     for number in (1, 2, 3):
         predict(worker(2))
+        for name in ("2-5.new", "22-5.new"):
+            (tmp_path / name).touch()
         fold(tmp_path, 2)
         assert scrape(asking)[OK] == number
-
-
-def test_a_worker_that_ended_before_its_first_file_is_counted(worker, tmp_path):
-    asking = worker(1)
-    fold(tmp_path, 77)
-    assert scrape(asking)[DEATHS] == 1
+        assert [path.name for path in files(tmp_path) if path.suffix == ".new"] == ["22-5.new"]
+    fold(tmp_path, 77)  # before its first file
+    assert scrape(asking)[DEATHS] == 4
 
 
 @pytest.mark.parametrize("name", ["2-0.json", "dead-workers.sum"])
-@pytest.mark.parametrize("content", [b"{", b'{"lenet_workers":[[[],[null]]]}', b"\xff"])
+@pytest.mark.parametrize("content", [b'{"lenet_workers":[[[],[null]]]}', b"\xff"])
 def test_a_file_of_the_dead_that_cannot_be_read_is_removed(worker, tmp_path, caplog, name, content):
     asking = worker(1)
     predict(worker(3), 4)
@@ -244,14 +230,6 @@ def test_a_file_of_the_dead_that_cannot_be_read_is_removed(worker, tmp_path, cap
     assert len(files(tmp_path)) == 2
     (message,) = caplog.messages
     assert message.startswith("metrics of dead workers are lost: ")
-
-
-def test_the_unfinished_file_of_a_killed_worker_is_removed(worker, tmp_path):
-    worker(1)
-    for name in ("2-5.new", "22-5.new"):
-        (tmp_path / name).touch()
-    fold(tmp_path, 2)
-    assert [path.name for path in files(tmp_path) if path.suffix == ".new"] == ["22-5.new"]
 
 
 @pytest.mark.parametrize("damage", ["folder", "file", "null"])
@@ -327,14 +305,9 @@ def test_a_worker_that_cannot_write_its_file_removes_it_until_it_can(worker, mon
     assert scrape(other)[OK] == 0
     predict(one)
     assert scrape(other)[OK] == scrape(one)[OK] == 5
-
-
-def test_numbers_that_cannot_be_encoded_are_one_warning(worker, caplog):
-    one = worker(1)
-    one.reloaded("\ud800", "ok")
-    one.flush()
-    (message,) = caplog.messages
-    assert "cannot write to" in message
+    other.reloaded("\ud800", "ok")  # a name that cannot be encoded
+    other.flush()
+    assert "cannot write to" in caplog.messages[-1]
 
 
 def test_a_folder_has_room_for_two_hundred_versions(worker, tmp_path):
@@ -343,7 +316,8 @@ def test_a_folder_has_room_for_two_hundred_versions(worker, tmp_path):
         load(one, model, "ab" * 32)
         for power in range(11):
             one.batch_ended(model, 1 << power, "full", 0.1, BatchResult(None, 1 << power, True))
-        predict(one, 1, model)
+        one.predicted("http", model, (0.1, 0.1, 0.1, 0.1, 0.5))
+    one.flush()
     (path,) = files(tmp_path)
     assert path.stat().st_size > 50_000
     assert 2 * path.stat().st_size < FILE_BYTES, "beside its successor"

@@ -33,11 +33,23 @@ def saved(picture, kind, **options):
     return file.getvalue()
 
 
-def levels(body, kind, used=0, decoded=None):
-    """The grey levels of a file; `decoded` gets the pixels that are about to be decoded."""
-    between = [].append if decoded is None else decoded.append
+def levels(body, kind, used=0, between=lambda pixels: None):
+    """The grey levels of a file; `between` is told how many pixels are about to be decoded."""
     limits = {"max_pixels": MAX_PIXELS, "used_pixels": used, "between": between}
     return read_grey(body, kind, field="body", invert="auto", **limits)[0].astype(int)
+
+
+class Decoding(Exception):
+    """Ends the reading of a file before its pixels are decoded. Its argument: how many they are."""
+
+
+def pixels_to_decode(body, kind):
+    def stop(pixels):
+        raise Decoding(pixels)
+
+    with pytest.raises(Decoding) as caught:
+        levels(body, kind, between=stop)
+    return caught.value.args[0]
 
 
 def digit(body, kind):
@@ -420,7 +432,7 @@ def stated(kind, width, height):
 def test_a_size_is_checked_before_anything_is_decoded(kind, width, height):
     decoded = []
     with pytest.raises((TooLarge, InvalidInput), match=r"pixels|Truncated|decoder") as caught:
-        levels(stated(kind, width, height), kind, decoded=decoded)
+        levels(stated(kind, width, height), kind, between=decoded.append)
     assert not decoded
     if width * height == 1_001_000:
         got = "1001000" if kind == WEBP else "1001 x 1000"
@@ -432,10 +444,10 @@ def test_a_size_is_checked_before_anything_is_decoded(kind, width, height):
 @pytest.mark.parametrize("kind", [JPEG, TIFF, AVIF])
 def test_pixels_that_other_pictures_took_are_not_left(kind):
     body, decoded = FILES[kind][0], []
-    levels(body, kind, used=MAX_PIXELS - INK.size, decoded=decoded)
+    levels(body, kind, used=MAX_PIXELS - INK.size, between=decoded.append)
     assert decoded == [INK.size]
     with pytest.raises(TooLarge, match=f"{MAX_PIXELS} in a request, 980401 of which are used"):
-        levels(body, kind, used=MAX_PIXELS - INK.size + 1, decoded=decoded)
+        levels(body, kind, used=MAX_PIXELS - INK.size + 1, between=decoded.append)
     assert decoded == [INK.size]
 
 
@@ -462,7 +474,7 @@ def gif_of_blocks(count):
 )
 def test_a_file_of_too_many_parts_is_refused(kind, reads, make):
     most = int(documented(PARTS_ROW)[0])
-    levels(make((most - 200) // reads), kind)
+    assert pixels_to_decode(make((most - 200) // reads), kind)
     assert "it has too many parts" in refused(make(most // reads + 1), kind)
 
 
@@ -482,9 +494,7 @@ def arithmetic(side, scans):
 
 def test_a_jpeg_of_too_many_scans_for_its_pixels_is_refused():
     most = int(documented(PARTS_ROW)[1]) // 1000**2
-    decoded = []
-    levels(arithmetic(1000, most), JPEG, decoded=decoded)
-    assert decoded == [1000**2 * most]
+    assert pixels_to_decode(arithmetic(1000, most), JPEG) == 1000**2 * most
     assert "passes over it are too many" in refused(arithmetic(1000, most + 1), JPEG)
     hidden = b"\xff\xfe\0\4\xff\xd9"  # an end marker within a comment ends nothing
     many = arithmetic(1000, most + 1).replace(b"\x1c\xff\xda", b"\x1c" + hidden + b"\xff\xda", 1)
@@ -512,16 +522,14 @@ def tiles(length, kind=4, note=0, planes=1):
 def test_a_tiff_of_too_many_pixels_in_its_tiles_or_strips_is_refused():
     most = int(documented(PARTS_ROW)[1])
     for length, planes in ((16, 1), (64, 1), ((most - 16_000) // 1008, 1), (64, 3)):
-        decoded = []
-        levels(tiles(length, planes=planes), TIFF, decoded=decoded)
-        assert decoded == [-(-1008 * length * planes // 16_000) * 16_000]
+        found = pixels_to_decode(tiles(length, planes=planes), TIFF)
+        assert found == -(-1008 * length * planes // 16_000) * 16_000
     assert "passes over it are too many" in refused(tiles(most // 1008 + 16), TIFF)
     assert "passes over it are too many" in refused(tiles(most // 2000, planes=3), TIFF)
     repeated = strips(1000, 1000, bytes(500_000), rows=500, offsets=(8,) * (most // 500_000 + 2))
     assert "passes over it are too many" in refused(repeated, TIFF)
-    scans, decoded = [strips(1000, 1000, arithmetic(1000, n), compression=7) for n in (4, 5)], []
-    levels(scans[0], TIFF, decoded=decoded)
-    assert decoded == [4_000_000]
+    scans = [strips(1000, 1000, arithmetic(1000, n), compression=7) for n in (4, 5)]
+    assert pixels_to_decode(scans[0], TIFF) == 4_000_000
     assert "decoder error" in refused(scans[1], TIFF)
     for kind in (16, 17, 18):  # of which Pillow skips two, and libtiff none
         assert f"its tiles have type {kind}, expected 3 or 4" in refused(tiles(64, kind), TIFF)
@@ -550,5 +558,5 @@ def test_the_first_frame_alone_is_decoded():
     for kind in (GIF, WEBP, PNG, TIFF):
         body, decoded = saved(frames[0], kind, save_all=True, append_images=frames[1:]), []
         assert len(list(ImageSequence.Iterator(Image.open(io.BytesIO(body))))) == 3
-        assert levels(body, kind, decoded=decoded).mean() == pytest.approx(9, abs=1)
+        assert levels(body, kind, between=decoded.append).mean() == pytest.approx(9, abs=1)
         assert decoded == [1_000_000]
