@@ -107,14 +107,14 @@ class AsgiExchange(Exchange):
         }
 
     async def _receive(self) -> dict[str, Any]:
-        waits = not (self._body or self._whole or self._gone or self._begun)
+        waits = not (self._body or self._whole or self._gone or self._complete)
         if waits and self.head.expects_continue:
             self.writer.ask_for_body(self)
         while not self._gone and not self._complete:
             if self._body or (self._whole and not self._handed_over):
                 body = b"".join(self._body)
                 self._body.clear()
-                self.buffered_bytes, self.since_s = 0, self.writer.loop.time()
+                self.buffered_bytes = 0
                 self.writer.taken(self, len(body))
                 self._handed_over = self._whole
                 return {"type": "http.request", "body": body, "more_body": not self._whole}

@@ -203,7 +203,7 @@ class Http2Exchanges:
         for stream in streams:
             stream.sending = False
             stream.exchange.cancel()
-            self.places.streams.close(stream.exchange)
+            self.places.streams.pop(stream.exchange, None)
 
     def check_time(self, now_s: float, header_s: float, write_s: float) -> None:
         """Close the connection, or a stream, if it waited too long for its client."""
@@ -218,8 +218,7 @@ class Http2Exchanges:
             return
         for stream in tuple(http2.streams.values()):
             exchange: Exchange = stream.exchange
-            waits = stream.receiving and not exchange.buffered_bytes
-            if waits and now_s - exchange.since_s > exchange.body_timeout_s():
+            if stream.receiving and now_s - exchange.since_s > exchange.body_timeout_s():
                 exchange.fail(BodyTimeout("body: it did not arrive in time", field="body"))
             elif stream.number in http2.blocked:
                 unsent = stream.unsent_bytes
@@ -267,7 +266,9 @@ class Http2Exchanges:
             kind = FastExchange
         stream.exchange = exchange = kind(self, stream, head)
         exchange.since_s = self._asked_s = self.active_s
-        has_room = self.places.streams.open(exchange)
+        streams = self.places.streams
+        streams[exchange] = None
+        has_room = len(streams) <= streams.most or streams.make_room(exchange)
         try:
             exchange.open()
             if not has_room and exchange.is_limited:
@@ -306,7 +307,7 @@ class Http2Exchanges:
 
     def closed(self, stream: Stream) -> None:
         """The stream is over."""
-        self.places.streams.close(stream.exchange)
+        self.places.streams.pop(stream.exchange, None)
         if self._pending:
             self._pending.pop(stream.exchange, None)
             self._run_next()
@@ -322,7 +323,7 @@ class Http2Exchanges:
         out, connection = self.http2.out, self.connection
         if connection.ended and self.http2.blocked:  # by windows that will not grow
             self._drop_blocked()
-        if not out or connection.closing or connection.transport.is_closing():
+        if not out or connection.transport.is_closing():
             out.clear()
             return
         data = out[0] if len(out) == 1 else b"".join(out)

@@ -1,12 +1,18 @@
-"""Two instances behind nginx or Envoy with the configurations of deploy/."""
+"""Two instances behind nginx or Envoy with the configurations of deploy/.
+
+`UPGRADES=10` replaces both ten times. `LENET_TEST_OLD_ROOT` names a checkout of an older version,
+which takes turns with this one; without it only the weights differ.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import ssl
 import threading
 from collections import Counter
+from pathlib import Path
 
 import grpc
 import httpx
@@ -17,10 +23,12 @@ from lenet.model import Model
 from service.api import health_pb2
 from service.forms import open_inference_pb2 as pb
 from tests.deploy.proxies import PROXIES, Instances, free_ports, issue, nginx
-from tests.service_process import PATIENCE_S
+from tests.service_process import PATIENCE_S, PROGRAM
 
 pytestmark = pytest.mark.process
 
+UPGRADES = int(os.environ.get("UPGRADES", "1"))
+OLD_ROOT = Path(os.environ.get("LENET_TEST_OLD_ROOT", PROGRAM))
 KEYS = [f"the-key-of-client-{number:03}" for number in range(12)]
 PAUSE_S = 0.012  # nginx lets 100 requests a second of each key pass
 GRACE_S = "2"  # Envoy asks /readyz once a second
@@ -98,7 +106,8 @@ def start(folder):
         if index in instances.running:
             instances.stop(index)
         version = versions[index] = 3 - versions[index]
-        instances.start(index, folder / f"weights-{version}", "--grace-s", GRACE_S)
+        root = OLD_ROOT if version == 1 else PROGRAM
+        instances.start(index, folder / f"weights-{version}", "--grace-s", GRACE_S, root=root)
 
     instances = start_.instances = Instances(folder, KEYS)
     try:
@@ -159,8 +168,9 @@ def test_no_request_is_lost_when_two_instances_behind_a_proxy_are_replaced(proxy
             threads.append(threading.Thread(target=ask, args=(over_grpc, predict, options)))
             threads[-1].start()
         try:
-            for index in (0, 1):
-                start(index)
+            for _ in range(UPGRADES):
+                for index in (0, 1):
+                    start(index)
         finally:
             stop.set()
             for thread in threads:
@@ -169,4 +179,4 @@ def test_no_request_is_lost_when_two_instances_behind_a_proxy_are_replaced(proxy
     for kind in answers:  # over HTTP, and over gRPC
         assert {version for version, _ in kind} == {"1", "2"}
         assert len(kind) == 2, "a version has one answer to one image"
-        assert kind.total() > 100
+        assert kind.total() > 100 * UPGRADES

@@ -25,17 +25,13 @@ from tests.service_process import PATIENCE_S
 from tests.wire import doors
 from tests.wire.doors import HUGE, MEBIBYTE, running, until
 from tests.wire.test_http2 import (
-    HEADERS,
-    PING,
     START,
     WHOLE,
     block,
     data,
-    frames,
     get,
     headers,
     ping,
-    reset,
 )
 from wire import door
 from wire.budget import UNUSED_BYTES
@@ -354,53 +350,6 @@ async def test_bodies_that_wait_for_the_application_count_until_the_connection_e
     await until(lambda: not server.door.connections)
     assert server.door.budget.held_bytes == 0
     assert http2.received_bytes == 0
-
-
-async def test_a_body_over_http_2_is_not_late_while_the_application_has_some_of_it(server):
-    client, connection = await connect(server)
-    http2 = await opened_http2(client, connection)
-    for stream in (1, 3, 5, 7):  # as many as the application answers at a time
-        client.send(get(path=b"/waits", stream=stream))
-    client.send(headers(block(path=b"/", method=b"POST"), WHOLE, 9) + data(9, b"some"))
-    await until(lambda: http2.received_bytes == 4)
-    exchange = http2.streams[9].exchange
-    exchange.since_s -= 1000
-    connection.check_time(asyncio.get_running_loop().time())
-    assert 9 in http2.streams
-    client.send(reset(1))  # now the application takes it, and waits for the rest
-    await until(lambda: http2.received_bytes == 0)
-    connection.check_time(asyncio.get_running_loop().time())
-    assert 9 in http2.streams
-    exchange.since_s -= 1000
-    connection.check_time(asyncio.get_running_loop().time())
-    assert 9 not in http2.streams
-
-
-async def test_a_client_of_http_2_is_not_asked_for_its_body_amid_its_answer(server):
-    client, connection = await connect(server)
-    http2 = await opened_http2(client, connection)
-    expect = (b"expect", b"100-continue")
-    client.send(headers(block(expect, path=b"/streams", method=b"POST"), WHOLE, 1))
-    await until(lambda: http2.streams and http2.streams[1].exchange._begun)
-    client.send(ping())
-    kinds = []
-    while PING not in kinds:
-        head = await client.reader.readexactly(9)
-        payload = await client.reader.readexactly(int.from_bytes(head[:3], "big"))
-        kinds += [kind for kind, *_ in frames(head + payload)]
-    assert kinds.count(HEADERS) == 1
-
-
-async def test_a_reset_and_more_at_a_stop_end_the_connection_quietly(server, caplog):
-    client, connection = await connect(server)
-    http2 = await opened_http2(client, connection)
-    client.send(get(path=b"/waits"))
-    await server.events["waits"].wait()
-    server.stop()
-    await until(lambda: http2.ending)
-    client.send(reset(1) + ping())
-    assert await client.rest()
-    assert caplog.messages == []
 
 
 async def test_the_connection_that_keeps_most_ends_when_too_much_waits(server, caplog):
