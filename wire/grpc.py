@@ -221,6 +221,8 @@ class GrpcStream(Exchange):
                 step()
             except Refusal as exc:
                 self.fail(exc)
+            except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+                self.writer.crash(self)
 
     def _guard_message(self, step: Callable[[], None]) -> None:
         """Run `step`. Its error is that of the message, which is read to its end and dropped."""
@@ -420,7 +422,7 @@ class GrpcStream(Exchange):
         """The client is gone."""
         call = self._call
         if call is not None:
-            self._end(StatusCode.CANCELLED, 0)
+            self._end(StatusCode.CANCELLED, self._sent_bytes)
             call.cancel()
         super().sent()
 

@@ -116,7 +116,7 @@ class Http2Exchanges:
                 try:
                     exchange.wait()
                 except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-                    self._crash(exchange)
+                    self.crash(exchange)
         if http2.failed is not None:
             self.cancel_all()
             connection.finish()
@@ -278,7 +278,7 @@ class Http2Exchanges:
             else:
                 self._waiting.append(exchange)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-            self._crash(exchange)
+            self.crash(exchange)
 
     def received(self, stream: Stream, data: bytes, end: bool) -> None:
         """Hand on a piece of its body."""
@@ -288,9 +288,10 @@ class Http2Exchanges:
             if not end and exchange not in self._waiting[-1:]:
                 self._waiting.append(exchange)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-            self._crash(exchange)
+            self.crash(exchange)
 
-    def _crash(self, exchange: Exchange) -> None:
+    def crash(self, exchange: Exchange) -> None:
+        """Give a request up for a fault of our own."""
         _log.exception("a request failed")
         exchange.cancel()
         self.http2.reset(exchange.stream, ErrorCode.INTERNAL_ERROR)
