@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +113,21 @@ def shading(random: Random, shape: tuple[int, int], most: float = 0.35) -> Field
 # Right before frames and ruling were removed.
 
 
-def plain(digit: Any, random: Random) -> tuple[bytes, str]:
-    return encoded(on(255, 0, drawn(digit, random)))
+def inked(tones: Callable[[Random], tuple[float, float]] = levels, **how: Any) -> Kind:
+    """Drawings on paper with ink of these tones; an option of `drawn` may be a range to draw in."""
+
+    def kind(digit: Any, random: Random) -> tuple[bytes, str]:
+        paper, ink = tones(random)
+        options = {
+            name: given if name == "size" else random.uniform(*given) for name, given in how.items()
+        }
+        return encoded(on(paper, ink, drawn(digit, random, **options)))
+
+    return kind
 
 
-def large(digit: Any, random: Random) -> tuple[bytes, str]:
-    return encoded(on(255, 0, drawn(digit, random, size=(900, 1400))))
+def black_on_white(_: Random) -> tuple[float, float]:
+    return 255, 0
 
 
 def off_centre(digit: Any, random: Random) -> tuple[bytes, str]:
@@ -130,22 +139,9 @@ def off_centre(digit: Any, random: Random) -> tuple[bytes, str]:
     return encoded(on(255, 0, share))
 
 
-def dark_on_light(digit: Any, random: Random) -> tuple[bytes, str]:
-    return encoded(on(*levels(random), drawn(digit, random)))
-
-
-def light_on_dark(digit: Any, random: Random) -> tuple[bytes, str]:
-    paper, ink = levels(random)
-    return encoded(on(ink, paper, drawn(digit, random)))
-
-
 def thick(digit: Any, random: Random) -> tuple[bytes, str]:
     share = drawn(digit, random, threshold=random.uniform(0.12, 0.25))
     return encoded(on(*levels(random)[:: random.choice((1, -1))], share))
-
-
-def thin(digit: Any, random: Random) -> tuple[bytes, str]:
-    return encoded(on(*levels(random), drawn(digit, random, threshold=random.uniform(0.6, 0.7))))
 
 
 def noisy(digit: Any, random: Random) -> tuple[bytes, str]:
@@ -156,14 +152,6 @@ def noisy(digit: Any, random: Random) -> tuple[bytes, str]:
 def uneven_light(digit: Any, random: Random) -> tuple[bytes, str]:
     picture = on(*levels(random), drawn(digit, random))
     return encoded(picture * shading(random, picture.shape))
-
-
-def slanted(digit: Any, random: Random) -> tuple[bytes, str]:
-    return encoded(on(*levels(random), drawn(digit, random, slant=random.uniform(-0.25, 0.25))))
-
-
-def turned(digit: Any, random: Random) -> tuple[bytes, str]:
-    return encoded(on(*levels(random), drawn(digit, random, degrees=random.uniform(-12, 12))))
 
 
 def photographed(digit: Any, random: Random) -> tuple[bytes, str]:
@@ -188,10 +176,6 @@ def tight(digit: Any, random: Random) -> tuple[bytes, str]:
     lines, columns = np.flatnonzero(share.any(1)), np.flatnonzero(share.any(0))
     share = share[lines[0] : lines[-1] + 1, columns[0] : columns[-1] + 1]
     return encoded(on(*levels(random)[:: random.choice((1, -1))], share))
-
-
-def one_side_dark(digit: Any, random: Random) -> tuple[bytes, str]:
-    return dark_sides(digit, random, 1)
 
 
 # Dark edges.
@@ -226,7 +210,7 @@ def box_cut_at_its_line(digit: Any, random: Random) -> tuple[bytes, str]:
     return encoded(picture + random.normal(0, random.uniform(0, 6), picture.shape))
 
 
-def dark_sides(digit: Any, random: Random, count: int) -> tuple[bytes, str]:
+def dark_sides(digit: Any, random: Random, *, count: int) -> tuple[bytes, str]:
     paper, ink = levels(random)
     picture = on(paper, ink, drawn(digit, random, room=0.13))
     level = random.uniform(0, 120)
@@ -236,17 +220,7 @@ def dark_sides(digit: Any, random: Random, count: int) -> tuple[bytes, str]:
     return encoded(picture + random.normal(0, random.choice((0, 4)), picture.shape))
 
 
-def two_sides_dark(digit: Any, random: Random) -> tuple[bytes, str]:
-    return dark_sides(digit, random, 2)
-
-
-def three_sides_dark(digit: Any, random: Random) -> tuple[bytes, str]:
-    return dark_sides(digit, random, 3)
-
-
-def sheet_on(
-    picture: Field, random: Random, *, sides: int = 4, level: float | None = None
-) -> Field:
+def sheet_on(picture: Field, random: Random, *, sides: int = 4) -> Field:
     """The sheet `picture`, turned and in perspective, on a table that is seen at some sides."""
     height, width = picture.shape
     reach = int(random.uniform(0.08, 0.35) * min(height, width))
@@ -267,7 +241,7 @@ def sheet_on(
     shown = np.asarray(sheet.transform(size, perspective, mapping, smooth)) + 0.0
     mask = Image.new("L", sheet.size, 255).transform(size, perspective, mapping, smooth)
     share = np.asarray(mask) / 255
-    table = random.uniform(10, 110) if level is None else level
+    table = random.uniform(10, 110)
     wood = random.normal(0, random.uniform(0, 8), (size[1], 1)) * random.choice((0, 1))
     # `shown` is dark beyond the sheet, and at its border in part.
     photo = shown + (table + wood) * (1 - share)
@@ -279,19 +253,11 @@ def sheet_on(
     return photo
 
 
-def paper_on_a_table(digit: Any, random: Random) -> tuple[bytes, str]:
-    paper = on(random.uniform(170, 235), random.uniform(10, 80), drawn(digit, random, room=0.12))
-    return photograph(sheet_on(paper, random), random)
-
-
-def paper_on_a_table_at_two_sides(digit: Any, random: Random) -> tuple[bytes, str]:
-    paper = on(random.uniform(170, 235), random.uniform(10, 80), drawn(digit, random, room=0.2))
-    return photograph(sheet_on(paper, random, sides=2), random)
-
-
-def paper_on_a_table_at_three_sides(digit: Any, random: Random) -> tuple[bytes, str]:
-    paper = on(random.uniform(170, 235), random.uniform(10, 80), drawn(digit, random, room=0.2))
-    return photograph(sheet_on(paper, random, sides=3), random)
+def paper_on_a_table(
+    digit: Any, random: Random, *, room: float = 0.2, sides: int = 4
+) -> tuple[bytes, str]:
+    paper = on(random.uniform(170, 235), random.uniform(10, 80), drawn(digit, random, room=room))
+    return photograph(sheet_on(paper, random, sides=sides), random)
 
 
 def dark_canvas_on_a_light_page(digit: Any, random: Random) -> tuple[bytes, str]:
@@ -352,12 +318,8 @@ def lined(
     return on(sheet, ink, share[..., np.newaxis])
 
 
-def squared_paper(digit: Any, random: Random) -> tuple[bytes, str]:
-    return encoded(lined(drawn(digit, random), random, squared=True))
-
-
-def ruled_paper(digit: Any, random: Random) -> tuple[bytes, str]:
-    return encoded(lined(drawn(digit, random), random, squared=False))
+def lined_paper(digit: Any, random: Random, **how: Any) -> tuple[bytes, str]:
+    return encoded(lined(drawn(digit, random), random, **how))
 
 
 def lines_as_dark_as_the_ink(digit: Any, random: Random) -> tuple[bytes, str]:
@@ -369,13 +331,6 @@ def lines_as_dark_as_the_ink(digit: Any, random: Random) -> tuple[bytes, str]:
 def thin_pen_on_squared_paper(digit: Any, random: Random) -> tuple[bytes, str]:
     share = drawn(digit, random, threshold=random.uniform(0.55, 0.65))
     return encoded(lined(share, random, squared=True, widest=2))
-
-
-def fine_squares(digit: Any, random: Random) -> tuple[bytes, str]:
-    """Millimetre paper."""
-    return encoded(
-        lined(drawn(digit, random), random, squared=True, spacing=(0.02, 0.04), widest=1)
-    )
 
 
 def lines_photographed(digit: Any, random: Random) -> tuple[bytes, str]:
@@ -405,38 +360,52 @@ def lines_and_a_border(digit: Any, random: Random) -> tuple[bytes, str]:
 # Transparent canvases.
 
 
-def clear_canvas(
-    digit: Any, random: Random, *, light: bool, kind: str = "PNG"
-) -> tuple[bytes, str]:
+def clear_canvas(digit: Any, random: Random, *, light: bool) -> tuple[bytes, str]:
     """Ink of one colour on transparent pixels."""
     share = drawn(digit, random)
     colour = random.uniform(190, 255, 3) if light else random.uniform(0, 90, 3)
     pixels = np.broadcast_to(colour, (*share.shape, 3))
-    return encoded(
-        np.dstack([pixels, 255 * share]), kind, **({"lossless": True} if kind == "WEBP" else {})
-    )
+    return encoded(np.dstack([pixels, 255 * share]))
 
 
-def light_ink_on_transparent(digit: Any, random: Random) -> tuple[bytes, str]:
-    return clear_canvas(digit, random, light=True)
-
-
-def dark_ink_on_transparent(digit: Any, random: Random) -> tuple[bytes, str]:
-    return clear_canvas(digit, random, light=False)
-
-
-RIGHT_BEFORE: tuple[Kind, ...] = (
-    *(plain, large, off_centre, dark_on_light, light_on_dark, thick, thin, noisy, uneven_light),
-    *(slanted, turned, photographed, tight, one_side_dark, dark_ink_on_transparent),
-)
-ADDED: tuple[Kind, ...] = (
-    *(bordered, box_cut_at_its_line, two_sides_dark, three_sides_dark, paper_on_a_table),
-    *(paper_on_a_table_at_two_sides, paper_on_a_table_at_three_sides),
-    *(dark_canvas_on_a_light_page, box_inside, squared_paper, ruled_paper),
-    *(lines_as_dark_as_the_ink, thin_pen_on_squared_paper, fine_squares, lines_photographed),
-    *(lines_on_a_table, lines_and_a_border, light_ink_on_transparent),
-)
-KINDS = {kind.__name__: kind for kind in RIGHT_BEFORE + ADDED}
+RIGHT_BEFORE: dict[str, Kind] = {
+    "plain": inked(black_on_white),
+    "large": inked(black_on_white, size=(900, 1400)),
+    "off_centre": off_centre,
+    "dark_on_light": inked(),
+    "light_on_dark": inked(lambda random: levels(random)[::-1]),
+    "thick": thick,
+    "thin": inked(threshold=(0.6, 0.7)),
+    "noisy": noisy,
+    "uneven_light": uneven_light,
+    "slanted": inked(slant=(-0.25, 0.25)),
+    "turned": inked(degrees=(-12, 12)),
+    "photographed": photographed,
+    "tight": tight,
+    "one_side_dark": partial(dark_sides, count=1),
+    "dark_ink_on_transparent": partial(clear_canvas, light=False),
+}
+ADDED: dict[str, Kind] = {
+    "bordered": bordered,
+    "box_cut_at_its_line": box_cut_at_its_line,
+    "two_sides_dark": partial(dark_sides, count=2),
+    "three_sides_dark": partial(dark_sides, count=3),
+    "paper_on_a_table": partial(paper_on_a_table, room=0.12),
+    "paper_on_a_table_at_two_sides": partial(paper_on_a_table, sides=2),
+    "paper_on_a_table_at_three_sides": partial(paper_on_a_table, sides=3),
+    "dark_canvas_on_a_light_page": dark_canvas_on_a_light_page,
+    "box_inside": box_inside,
+    "squared_paper": partial(lined_paper, squared=True),
+    "ruled_paper": partial(lined_paper, squared=False),
+    "lines_as_dark_as_the_ink": lines_as_dark_as_the_ink,
+    "thin_pen_on_squared_paper": thin_pen_on_squared_paper,
+    "fine_squares": partial(lined_paper, squared=True, spacing=(0.02, 0.04), widest=1),
+    "lines_photographed": lines_photographed,
+    "lines_on_a_table": lines_on_a_table,
+    "lines_and_a_border": lines_and_a_border,
+    "light_ink_on_transparent": partial(clear_canvas, light=True),
+}
+KINDS = RIGHT_BEFORE | ADDED
 
 
 # Several digits, and none.

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.service_process import PATIENCE_S, PROJECT, Service
@@ -14,10 +15,11 @@ NAMES = ("top", "upper", "middle", "lower")
 
 
 def symbols(count, seed):
-    """Bars at as many heights as there are names."""
+    """Bars at as many heights as there are names, sorted by them."""
     digits = synthetic_digits(3 * count, seed)
-    kept = digits.labels < len(NAMES)
-    return digits.images[kept][:count], digits.labels[kept][:count]
+    kept = np.flatnonzero(digits.labels < len(NAMES))[:count]
+    order = kept[np.argsort(digits.labels[kept], kind="stable")]
+    return digits.images[order], digits.labels[order]
 
 
 @pytest.mark.process
@@ -34,7 +36,8 @@ def test_other_symbols_are_trained_and_served_with_their_names(tmp_path):
     command += ["--batch", "20", "--rate", "0.05", "--validation-images", "100", "--device", "cpu"]
     command += ["--data", data, "--labels", tmp_path / "names.txt", "--out", weights]
     command += ["--checkpoints", tmp_path / "checkpoints", "--runs", tmp_path / "runs"]
-    subprocess.run(command, cwd=PROJECT, check=True, capture_output=True)
+    done = subprocess.run(command, cwd=PROJECT, check=True, capture_output=True, text=True)
+    assert "\nof each class the last ones are held out: the last ones alone would" in done.stdout
     service = Service(["--port", "0", "--grpc-port", "0", "--weights", str(weights)], tmp_path)
     try:
         service.ready()

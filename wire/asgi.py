@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from wire.errors import INTERNAL, Refusal
 from wire.exchange import Exchange
 from wire.head import RequestHead
-from wire.http2_fields import OF_CONNECTIONS, is_field
+from wire.http2_fields import is_field
 
 _log = logging.getLogger(__name__)
 
@@ -107,14 +107,14 @@ class AsgiExchange(Exchange):
         }
 
     async def _receive(self) -> dict[str, Any]:
-        waits = not (self._body or self._whole or self._gone or self._complete)
+        waits = not (self._body or self._whole or self._gone or self._begun)
         if waits and self.head.expects_continue:
             self.writer.ask_for_body(self)
         while not self._gone and not self._complete:
             if self._body or (self._whole and not self._handed_over):
                 body = b"".join(self._body)
                 self._body.clear()
-                self.buffered_bytes = 0
+                self.buffered_bytes, self.since_s = 0, self.writer.loop.time()
                 self.writer.taken(self, len(body))
                 self._handed_over = self._whole
                 return {"type": "http.request", "body": body, "more_body": not self._whole}
@@ -138,8 +138,7 @@ class AsgiExchange(Exchange):
             raise ValueError(f"answer: got {sent_bytes} bytes of body, expected {length}")
         if not self._begun:
             self._begun = True
-            found = ((name.lower(), value) for name, value in response.get("headers", ()))
-            headers = [field for field in found if field[0] not in OF_CONNECTIONS]
+            headers = [(name.lower(), value) for name, value in response.get("headers", ())]
             writer.start(self, response["status"], headers, None if more else len(body))
         if body:
             writer.write(self, (body,))
@@ -159,8 +158,6 @@ def _length(status: int, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
     """
     lengths = []
     for name, value in headers:
-        if name.lower() in OF_CONNECTIONS:  # the connection's are ours, and these are left out
-            continue
         is_length = name.lower() == b"content-length"
         if not is_field(name.lower(), value) or (is_length and not value.isdigit()):
             raise ValueError(f"answer: got header {name!r} {value!r}, expected a name and a line")

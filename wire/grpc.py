@@ -178,10 +178,7 @@ class GrpcStream(Exchange):
         self._call = method.open(head.wanted, self)
         if method.is_endless:
             self.may_give_way = True
-            endless = self.writer.places.endless_calls
-            endless[self] = None
-            if len(endless) > endless.most:
-                endless.make_room(self)
+            self.writer.places.endless_calls.open(self)
 
     # Input.
 
@@ -221,8 +218,6 @@ class GrpcStream(Exchange):
                 step()
             except Refusal as exc:
                 self.fail(exc)
-            except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-                self.writer.crash(self)
 
     def _guard_message(self, step: Callable[[], None]) -> None:
         """Run `step`. Its error is that of the message, which is read to its end and dropped."""
@@ -296,9 +291,7 @@ class GrpcStream(Exchange):
         else:
             self._message, self._left = self._call.message(None), size
             self._inflater = _Inflater(self._message, self.head.encoding)
-            inflaters = self.writer.places.inflaters
-            inflaters[self] = None
-            if len(inflaters) > inflaters.most and not inflaters.make_room(self):
+            if not self.writer.places.inflaters.open(self):
                 text = "message: too many compressed ones arrive at a time; try again later"
                 raise Overloaded(text, field="message", retry_after_s=1)
 
@@ -334,7 +327,7 @@ class GrpcStream(Exchange):
 
     def _forget_inflater(self) -> None:
         self._inflater = None
-        self.writer.places.inflaters.pop(self, None)
+        self.writer.places.inflaters.close(self)
 
     def _inflate(self) -> bool:
         """Decompress a part; whether more is to be done."""
@@ -404,7 +397,7 @@ class GrpcStream(Exchange):
         if self._inflater is not None:
             self._forget_inflater()
         if self.may_give_way:
-            self.writer.places.endless_calls.pop(self, None)
+            self.writer.places.endless_calls.close(self)
         ids = self.head.ids
         if status is StatusCode.INTERNAL and ids:
             found = self._method, status.name, ids
@@ -422,7 +415,7 @@ class GrpcStream(Exchange):
         """The client is gone."""
         call = self._call
         if call is not None:
-            self._end(StatusCode.CANCELLED, self._sent_bytes)
+            self._end(StatusCode.CANCELLED, 0)
             call.cancel()
         super().sent()
 

@@ -446,11 +446,13 @@ class Http2:
         if stream is not None:
             stream.receive_window -= length
             stream.buffered += size
+            if length > size:
+                self._reopen(stream, length - size)
         if not (size or end) if stream is not None else size < _TINY_BYTES:
             self._spend()
         self._give_back(length - size if stream is not None else length)
         self._data = stream, size, padding, end
-        return self._receive_data(data, start) if start < len(data) or not size else start
+        return start
 
     def _receive_data(self, data: bytes, start: int) -> int:
         assert self._data is not None, "bug: no DATA frame"
@@ -483,10 +485,14 @@ class Http2:
         self._give_back(size)
         if not stream.receiving:
             return
-        stream.taken += size
         if stream.window < GROWN_WINDOW:
-            stream.taken += GROWN_WINDOW - stream.window
+            size += GROWN_WINDOW - stream.window
             stream.window = GROWN_WINDOW
+        self._reopen(stream, size)
+
+    def _reopen(self, stream: Stream, size: int) -> None:
+        """Give `size` bytes back to the window of a stream, many at a time."""
+        stream.taken += size
         if 2 * stream.taken >= stream.window or stream.receive_window < STREAM_WINDOW // 2:
             self._write(_window_update(stream.number, stream.taken))
             stream.receive_window += stream.taken
@@ -766,7 +772,11 @@ class Http2:
         if not stream.sending:
             return
         block, self._table_update = self._table_update + block, b""
-        self._write(_frame(HEADERS, END_HEADERS | end, stream.number, block))
+        kind, flags, most = HEADERS, int(end), self._frame_bytes
+        while len(block) > most:
+            self._write(_frame(kind, flags, stream.number, block[:most]))
+            kind, flags, block = CONTINUATION, 0, block[most:]
+        self._write(_frame(kind, flags | END_HEADERS, stream.number, block))
         if end:
             self._close(stream)
 
@@ -776,7 +786,8 @@ class Http2:
             return
         number, size = stream.number, len(body)
         room = min(stream.send_window, self._send_window, self._frame_bytes)
-        if size > room or self._table_update:
+        header_bytes = max(len(block), len(trailers or b""))
+        if size > room or self._table_update or header_bytes > self._frame_bytes:
             self.headers(stream, block)
             self.write(stream, (body,))
             self.finish(stream, trailers)

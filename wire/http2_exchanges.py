@@ -116,7 +116,7 @@ class Http2Exchanges:
                 try:
                     exchange.wait()
                 except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-                    self.crash(exchange)
+                    self._crash(exchange)
         if http2.failed is not None:
             self.cancel_all()
             connection.finish()
@@ -203,7 +203,7 @@ class Http2Exchanges:
         for stream in streams:
             stream.sending = False
             stream.exchange.cancel()
-            self.places.streams.pop(stream.exchange, None)
+            self.places.streams.close(stream.exchange)
 
     def check_time(self, now_s: float, header_s: float, write_s: float) -> None:
         """Close the connection, or a stream, if it waited too long for its client."""
@@ -218,7 +218,8 @@ class Http2Exchanges:
             return
         for stream in tuple(http2.streams.values()):
             exchange: Exchange = stream.exchange
-            if stream.receiving and now_s - exchange.since_s > exchange.body_timeout_s():
+            waits = stream.receiving and not exchange.buffered_bytes
+            if waits and now_s - exchange.since_s > exchange.body_timeout_s():
                 exchange.fail(BodyTimeout("body: it did not arrive in time", field="body"))
             elif stream.number in http2.blocked:
                 unsent = stream.unsent_bytes
@@ -266,9 +267,7 @@ class Http2Exchanges:
             kind = FastExchange
         stream.exchange = exchange = kind(self, stream, head)
         exchange.since_s = self._asked_s = self.active_s
-        streams = self.places.streams
-        streams[exchange] = None
-        has_room = len(streams) <= streams.most or streams.make_room(exchange)
+        has_room = self.places.streams.open(exchange)
         try:
             exchange.open()
             if not has_room and exchange.is_limited:
@@ -278,7 +277,7 @@ class Http2Exchanges:
             else:
                 self._waiting.append(exchange)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-            self.crash(exchange)
+            self._crash(exchange)
 
     def received(self, stream: Stream, data: bytes, end: bool) -> None:
         """Hand on a piece of its body."""
@@ -288,10 +287,9 @@ class Http2Exchanges:
             if not end and exchange not in self._waiting[-1:]:
                 self._waiting.append(exchange)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-            self.crash(exchange)
+            self._crash(exchange)
 
-    def crash(self, exchange: Exchange) -> None:
-        """Give a request up for a fault of our own."""
+    def _crash(self, exchange: Exchange) -> None:
         _log.exception("a request failed")
         exchange.cancel()
         self.http2.reset(exchange.stream, ErrorCode.INTERNAL_ERROR)
@@ -308,7 +306,7 @@ class Http2Exchanges:
 
     def closed(self, stream: Stream) -> None:
         """The stream is over."""
-        self.places.streams.pop(stream.exchange, None)
+        self.places.streams.close(stream.exchange)
         if self._pending:
             self._pending.pop(stream.exchange, None)
             self._run_next()
@@ -324,7 +322,7 @@ class Http2Exchanges:
         out, connection = self.http2.out, self.connection
         if connection.ended and self.http2.blocked:  # by windows that will not grow
             self._drop_blocked()
-        if not out or connection.transport.is_closing():
+        if not out or connection.closing or connection.transport.is_closing():
             out.clear()
             return
         data = out[0] if len(out) == 1 else b"".join(out)

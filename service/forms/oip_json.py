@@ -145,8 +145,7 @@ def _head(asked: Asked, answered: Answered) -> dict[str, Any]:
     head: dict[str, Any] = {"model_name": version.name, "model_version": version.version}
     if asked.id is not None:
         head["id"] = asked.id
-    times_s = {"queue_us": answered.queue_s, "compute_us": answered.compute_s}
-    head["parameters"] = {name: round(1e6 * seconds) for name, seconds in times_s.items()}
+    head["parameters"] = {"queue_us": answered.queue_us, "compute_us": answered.compute_us}
     return head
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from tests.service_process import PATIENCE_S, PROGRAM, PROJECT, Service
+from tests.service_process import PATIENCE_S, PROJECT, Service
 
 NGINX = """
 user root; # where root runs the tests, whose folders nobody else can read
@@ -132,14 +132,14 @@ class Instances:
         self._folder, self._keys = folder, keys
         self.running = {}
 
-    def start(self, index, weights, *arguments, root=PROGRAM):
+    def start(self, index, weights, *arguments):
         """Start the one of `index`, 0 or 1, with two workers, and wait until they are ready."""
         folder = self._folder / f"instance-{index}"
         folder.mkdir(exist_ok=True)
         port, grpc_port = map(str, self.ports[index])
         line = ("--port", port, "--grpc-port", grpc_port, "--workers", "2", "--device", "cpu")
         line += ("--weights", str(weights), "--api-keys", ",".join(self._keys))
-        self.running[index] = Service([*line, *arguments], folder, root=root)
+        self.running[index] = Service([*line, *arguments], folder)
         self.running[index].ready(2)
 
     def stop(self, index):

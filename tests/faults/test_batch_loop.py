@@ -37,10 +37,10 @@ CALLBACKS = {
     "metrics of a batch": ("service.observe.metrics", "module.Metrics", "batch_ended"),
     "metrics of a request": ("service.observe.metrics", "module.Metrics", "predicted"),
     "metrics of a failure": ("service.observe.metrics", "module.Metrics", "request_done"),
-    "JSON of an answer": ("service.forms.prediction", "module", "prediction_json"),
-    "bytes of an answer": ("service.forms.prediction", "module", "prediction_bytes"),
-    "message of an answer": ("service.forms.oip_proto", "module.OipProtoForm", "write"),
-    "delivery of rows": ("service.engine.batcher", "module.Batcher", "_deliver"),
+    "JSON of an answer": ("service.forms.body", "module", "prediction_json"),
+    "bytes of an answer": ("service.forms.body", "module", "prediction_bytes"),
+    "message of an answer": ("service.forms.oip_proto", "module", "_encode_raw"),
+    "delivery of rows": ("service.engine.queue", "module.Work", "deliver"),
     "polling after an answer": ("service.engine.contexts", "module.BusyPoll", "extend"),
 }
 

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import warnings
+from email.parser import BytesParser
 from typing import Any
 
 import numpy as np
@@ -257,7 +258,7 @@ def _npy_reference(body: bytes) -> np.ndarray[Any, Any] | None:
 
 
 class MultipartTarget(Target):
-    """`multipart/form-data` beside a split at the boundary; the first line is the content type."""
+    """`multipart/form-data` beside the package email; the first line is the content type."""
 
     traced_bytes = 6 << 20  # of pictures
 
@@ -271,7 +272,7 @@ class MultipartTarget(Target):
         errors = (InvalidInput, TooLarge, UnsupportedMediaType)
         found = decoded(body, content_type, errors=errors)
         boundary = re.fullmatch(rb"; boundary=([A-Za-z0-9]{1,60})", line)
-        parts = _plain_parts(body, boundary[1]) if boundary else None
+        parts = _email_parts(body, boundary[1]) if boundary else None
         if parts is None:
             return
         expected: list[Images] = []
@@ -308,28 +309,34 @@ class MultipartTarget(Target):
         return line + b"\n" + (b"--" + boundary).join(parts)
 
 
-_PART_LINES = 8
-"""python-multipart refuses a part with more header lines, or longer ones."""
+_MOST_HEADERS, _VALUE = 7, re.compile("[ -~]{0,900}")
+"""python-multipart refuses a part with more headers, or longer ones."""
 
 
-def _plain_parts(body: bytes, boundary: bytes) -> list[tuple[str, bytes]] | None:
-    """Content type and content of each part; None unless it is written as browsers write it."""
-    pieces = (b"\r\n" + body).split(b"\r\n--" + boundary)
-    if pieces[0] or len(pieces) < 3 or not re.fullmatch(rb"--(\r\n)?", pieces[-1]):
+def _email_parts(body: bytes, boundary: bytes) -> list[tuple[str, bytes]] | None:
+    """Content type and content of each part by `email`; None unless it is as browsers write it."""
+    line = b"--" + boundary
+    message = BytesParser().parsebytes(
+        b"Content-Type: multipart/form-data; boundary=%b\r\n\r\n%b" % (boundary, body)
+    )
+    if not message.is_multipart() or message.defects or message.preamble or message.epilogue:
         return None
     parts: list[tuple[str, bytes]] = []
-    for piece in pieces[1:-1]:
-        head, _, content = piece.partition(b"\r\n\r\n")
-        lines = head.split(b"\r\n")
-        if lines[0] or not all(re.fullmatch(rb"[A-Za-z-]+: [ -~]*", line) for line in lines[1:]):
+    for part in message.get_payload():
+        names, values = part.keys(), part.values()
+        if part.defects or part.is_multipart() or not 1 <= len(names) <= _MOST_HEADERS:
             return None
-        if not 2 <= len(lines) <= _PART_LINES or max(map(len, lines)) > 1000:
+        if not re.fullmatch("[A-Za-z-]*", "".join(names)) or not all(
+            map(_VALUE.fullmatch, map(str, values))
+        ):
             return None
-        kinds = [line[14:] for line in lines if line.lower().startswith(b"content-type: ")]
-        kind = kinds[-1].decode().partition(";")[0].strip().lower() if kinds else ""
+        del part["content-transfer-encoding"]
+        content = part.get_payload(decode=True)
+        kind = part.get_all("content-type", [""])[-1].partition(";")[0].strip().lower()
         if kind in ("", "application/octet-stream"):
             kind = samples.sniffed(content)
         if kind in ("application/json", "multipart/form-data", "image/jpg"):
             kind = "text/plain"  # no part may have these, though a body may
         parts.append((kind, content))
-    return parts
+    begun = (b"\r\n" + body).count(b"\r\n" + line + b"\r\n")
+    return parts if begun == len(parts) == body.count(line) - 1 else None

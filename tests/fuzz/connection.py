@@ -20,6 +20,7 @@ import h11
 from service.errors import InvalidInput, Overloaded, TooLarge
 from tests.fuzz.target import Finding, MutateBytes, Target, corpus, mutate_list, pick
 from tests.fuzz.turns import Turns
+from tests.wire.test_http1 import ROWS
 from wire.answer import Answer, error_answer
 from wire.budget import Budget
 from wire.door import HttpService
@@ -400,21 +401,7 @@ def h11_requests(data: bytes) -> list[tuple[bytes, bytes]]:
 
 
 LINES = (
-    *(b"GET / HTTP/1.1", b"POST /fast HTTP/1.1", b"HEAD / HTTP/1.1", b"POST /pieces HTTP/1.1"),
-    *(b"POST /early HTTP/1.0", b"OPTIONS * HTTP/1.1", b"CONNECT a:1 HTTP/1.1"),
-    *(b"PRI * HTTP/2.0", b"GET http://a/b?c HTTP/1.1", b"GET https://a/ HTTP/1.1"),
-    *(b"GET //[ HTTP/1.1", b"GET *x", b"", b"Host: a", b"Host: a:80", b"Host: ", b"Host: a b"),
-    *(b"host:a", b"Host : a", b" folded", b"\t", b"Content-Length: 3", b"Content-Length: 0"),
-    *(b"Content-Length: 5000", b"Content-Length: -1", b"Content-Length: +3"),
-    *(b"Content-Length: 3, 3", b"Content-Length: 00000000000000000000003"),
-    *(b"Content-Length: 18446744073709551616", b"Content-Length: 0x3", b"Content-Length:3 "),
-    *(b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked"),
-    *(b"Transfer-Encoding: x", b"Transfer-Encoding: chunked, chunked"),
-    *(b"Transfer-Encoding:\tchunked", b"TE: trailers", b"Transfer-Encoding: Chunked"),
-    *(b"Connection: close", b"Connection: keep-alive, close", b"Connection: upgrade"),
-    *(b"Upgrade: h2c", b"Upgrade: websocket", b"HTTP2-Settings: AAAA", b"Expect: 100-continue"),
-    *(b"Expect: 200-ok", b"X: " + b"y" * 1500, b"X: \xff", b"X: a\x00b", b":", b"3", b"abc"),
-    *(b"0", b"3;ext=1", b"3 ;x", b"000000003", b"ffffffffffffffff", b"-3", b"3\r\nnow"),
-    *(b"0\r\nTrailer: 1\r\n", b"0\r\nContent-Length: 5\r\n", b"now", b"later", b"overload"),
-    *(b"Proxy-Connection: close",),
+    *{line for data, _ in ROWS.values() for line in data.split(b"\r\n") if len(line) < 2000},
+    *(b"now", b"later", b"overload", b"POST /pieces HTTP/1.1", b"POST /early HTTP/1.0"),
 )
+"""Lines of the table in tests/wire/test_http1.py, and what this target's routes read."""

@@ -19,11 +19,10 @@ from typing import Literal, cast
 import numpy as np
 from PIL import Image
 
-from service.forms.body import Limits
+from service.forms.body import ImageForm, Limits
 from service.forms.form import Form
 from service.forms.oip_json import OipJsonForm
 from service.forms.oip_proto import OipProtoForm
-from service.forms.prediction import ImageForm
 from service.forms.tensorflow import TensorflowForm
 from tests.fuzz import http2, samples
 from tests.fuzz.connection import ConnectionTarget
@@ -211,13 +210,13 @@ def _heads() -> list[bytes]:
 def _blocks() -> list[bytes]:
     """Header blocks that begin with table size updates, of many fields, and on a reset stream."""
     begun = PREFACE + struct.pack(">I", 0)[1:] + b"\4\0" + bytes(4)
-    many = http2.block(*(http2.field(b"a%d" % i, b"") for i in range(1500)))
-    indexed = http2.block() + b"\x55\0" * 900
-    wrong = http2.headers(http2.block(http2.field(b"A", b"")))
+    many = http2.held(*(http2.field(b"a%d" % i, b"") for i in range(1500)))
+    indexed = http2.held() + b"\x55\0" * 900
+    wrong = http2.headers(http2.held(http2.field(b"A", b"")))
     return [
         *(
             begun + http2.headers(payload)
-            for payload in (b"\x20" * 16_000, b"\x20" * 15_800 + http2.block(), many, indexed)
+            for payload in (b"\x20" * 16_000, b"\x20" * 15_800 + http2.held(), many, indexed)
         ),
         begun + wrong + http2.headers(http2.field(b"a", b"")) * 900,
     ]

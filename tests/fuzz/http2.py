@@ -30,14 +30,29 @@ from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
 from tests.fuzz.target import CORPUS, Finding, MutateBytes, Target, mutate_list, pick
+from tests.wire.test_http2 import (
+    ACK,
+    ACKED,
+    CONTINUATION,
+    DATA,
+    GOAWAY,
+    HEADERS,
+    ROWS,
+    RST,
+    SETTINGS,
+    UPDATE,
+    block,
+    field,
+    frame_bytes,
+    headers,
+    settings,
+)
 from wire.gate import Gate
 from wire.grpc import Method
 from wire.http2 import MAX_STREAMS, PREFACE, Http2, Malformed, Stream
 from wire.http2_fields import VARYING, Fields
 from wire.http2_head import Http2Head
 
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, UPDATE, CONTINUATION = range(10)
-END, ACK, WHOLE, PADDED, PRIORITIZED = 1, 1, 4, 8, 32
 _ANSWER_BYTES = 70_000
 """Size of an answer to `/large`: more than a client's initial windows."""
 
@@ -306,7 +321,7 @@ class Http2Target(Target):
             for one in new:
                 windows.wrote(one)
             if together and frame.size is None:  # the last may be cut
-                refuses = any(one.kind in (RST_STREAM, GOAWAY) for one in new)
+                refuses = any(one.kind in (RST, GOAWAY) for one in new)
                 together = self._compare(server, other, frame, before, refuses)
         self._check_kept(server)
         tail = data[at + sum(len(one.encoded()) for one in frames(data[at:])) :]
@@ -403,40 +418,10 @@ def changed(frame: Frame, rng: random.Random, mutate: MutateBytes) -> Frame:
 # Inputs
 
 
-def field(name: bytes, value: bytes, first: bytes = b"\0") -> bytes:
-    """A literal of at most 126 bytes each."""
-    return b"%b%c%b%c%b" % (first, len(name), name, len(value), value)
+def held(*fields: bytes) -> bytes:
+    """The header block of a request whose answer does not come."""
+    return block(method=b"POST", path=b"/hold") + b"".join(fields)
 
-
-def block(*more: bytes, method: bytes = b"POST", path: bytes = b"/hold") -> bytes:
-    """A request's."""
-    fields = (field(b":method", method), b"\x86", field(b":path", path), field(b":authority", b"a"))
-    return b"".join((*fields, *more))
-
-
-def headers(payload: bytes, stream: int = 1, flags: int = WHOLE | END) -> bytes:
-    return Frame(HEADERS, flags, stream, payload).encoded()
-
-
-def body(payload: bytes, stream: int = 1, flags: int = END) -> bytes:
-    return Frame(DATA, flags, stream, payload).encoded()
-
-
-def update(more: int, stream: int = 0) -> bytes:
-    return Frame(UPDATE, 0, stream, struct.pack(">I", more)).encoded()
-
-
-def reset(stream: int = 1) -> bytes:
-    return Frame(RST_STREAM, 0, stream, struct.pack(">I", 8)).encoded()
-
-
-def settings(*pairs: tuple[int, int], flags: int = 0) -> bytes:
-    payload = b"".join(struct.pack(">HI", *pair) for pair in pairs)
-    return Frame(SETTINGS, flags, 0, payload).encoded()
-
-
-ACKED = settings(flags=ACK)
-GET = block(method=b"GET", path=b"/x?y#z")
 
 FIELDS = (
     *(field(b"a", b"b"), field(b"x", b"y", b"\x40"), field(b"x", b"y", b"\x10"), b"\xbe", b"\xbf"),
@@ -459,35 +444,17 @@ FIELDS = (
     field(b"content-type", b"application/grpc"),
 )
 
-FRAMES = (
-    *(settings(), ACKED, settings((4, 0)), settings((4, 10)), settings((4, 2**31 - 1))),
-    *(settings((1, 0)), settings((2, 0)), settings((2, 2)), settings((3, 0)), settings((5, 2**14))),
-    *(settings((5, 1)), settings((4, 2**31)), settings((9, 9), (4, 70_000))),
-    *(headers(GET, stream) for stream in (1, 3, 5, 7, 9, 11)),
-    *(headers(block(), stream, WHOLE) for stream in (1, 3, 5, 7)),
-    *(headers(block(path=b"/now"), stream, WHOLE) for stream in (1, 3)),
-    *(headers(block(path=b"/early"), stream, WHOLE) for stream in (1, 3)),
-    *(headers(block(path=b"/large"), stream) for stream in (1, 3, 5)),
-    *(headers(block(path=b"/trailers"), stream) for stream in (1, 3)),
-    *(headers(block(field(b"content-length", b"3")), stream, WHOLE) for stream in (1, 3)),
-    *(headers(field(b"a", b"b"), stream) for stream in (1, 3)),
-    *(headers(block(), 5, END), headers(b"\x20" + block(), 7), headers(GET, 2), headers(b"", 1)),
-    *(headers(b"\2" + GET + b"\0\0", 9, WHOLE | END | PADDED), headers(b"\xff", 9, WHOLE | PADDED)),
-    *(headers(bytes(5) + GET, 9, WHOLE | END | PRIORITIZED), headers(b"", 11, WHOLE | PRIORITIZED)),
-    *(body(b"abc", stream) for stream in (0, 1, 3, 5)),
-    *(body(b"abc", stream, 0) for stream in (1, 3, 5)),
-    *(body(b"", stream) for stream in (1, 3)),
-    *(body(b"\2abc\0\0", 1, PADDED), body(b"\3abc", 3, PADDED | END), body(b"\7abc", 1, PADDED)),
-    *(body(bytes(5000), 1, 0), body(b"", 1, PADDED)),
-    *(update(1), update(1, 1), update(70_000), update(70_000, 1), update(70_000, 3), update(0)),
-    *(update(0, 1), update(2**31 - 1), update(2**31 - 1, 1), update(16, 3)),
-    *(reset(stream) for stream in (0, 1, 2, 3, 5)),
-    *(Frame(PING, flags, 0, bytes(8)).encoded() for flags in (0, ACK)),
-    *(Frame(PRIORITY, 0, stream, struct.pack(">IB", 1, 1)).encoded() for stream in (0, 1, 3)),
-    *(Frame(GOAWAY, 0, 0, bytes(8)).encoded(), Frame(PUSH, WHOLE, 1, bytes(4)).encoded()),
-    *(Frame(CONTINUATION, flags, 5, field(b"a", b"b")).encoded() for flags in (0, WHOLE)),
-    *(Frame(0x16, 0, 0, b"abc").encoded(), Frame(0x10, 0, 0, bytes(8)).encoded()),
+FRAMES = tuple(
+    {
+        one
+        for row in ROWS.values()
+        for part in row
+        if isinstance(part, bytes)
+        for one in frame_bytes(part)
+        if len(one) < 6000
+    }
 )
+"""Those in the table of tests/wire/test_http2.py."""
 
 
 # Header blocks
@@ -534,7 +501,7 @@ class HeaderBlocksTarget(Target):
             decoder.max_header_list_size = min(32 * 1024, 4096 + 2 * len(one))
             server.found = None
             http2.refill()
-            again = http2.receive(headers(one, stream))
+            again = http2.receive(headers(one, stream=stream))
             while again:
                 again = http2.receive(b"")
             try:
@@ -563,7 +530,7 @@ class HeaderBlocksTarget(Target):
                 case 2:
                     return framed(flags, pick(rng, FIELDS) + one)
                 case 3:
-                    return framed(flags, block(*(rng.choices(FIELDS, k=rng.randrange(3)))))
+                    return framed(flags, held(*rng.choices(FIELDS, k=rng.randrange(3))))
             return framed(flags, mutate(one))
 
         return b"".join(mutate_list([framed(*one) for one in blocks(data)], rng, change))

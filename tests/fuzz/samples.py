@@ -47,42 +47,13 @@ def chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I4s", len(content), kind) + content + struct.pack(">I", checksum)
 
 
-def png(grey: np.ndarray[Any, Any], *before: bytes) -> bytes:
-    """An 8-bit grey PNG, without a filter, with the chunks `before` its pixels."""
+def png(grey: np.ndarray[Any, Any]) -> bytes:
+    """An 8-bit grey PNG without a filter."""
     height, width = grey.shape
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     rows = b"".join(b"\0" + row.tobytes() for row in grey)
-    return png_of(width, height, 8, 0, rows, *before)
-
-
-def png_of(
-    width: int,
-    height: int,
-    depth: int,
-    colour: int,
-    rows: bytes,
-    *before: bytes,
-    interlaced: int = 0,
-) -> bytes:
-    """A PNG of rows that begin with their filter each."""
-    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlaced)
-    chunks = (chunk(b"IHDR", header), *before, chunk(b"IDAT", zlib.compress(rows)))
-    return PNG_MAGIC + b"".join(chunks) + chunk(b"IEND", b"")
-
-
-def jpeg(grey: np.ndarray[Any, Any], mode: str = "L", **options: Any) -> bytes:
-    """A JPEG by Pillow."""
-    buffer = io.BytesIO()
-    Image.fromarray(grey).convert(mode).save(buffer, "JPEG", **options)
-    return buffer.getvalue()
-
-
-def webp_of(*chunks: bytes) -> bytes:
-    """A WebP of chunks, each its type and then its content."""
-    body = b"WEBP"
-    for one in chunks:
-        size = len(one) - 4
-        body += one[:4] + struct.pack("<I", size) + one[4:] + b"\0" * (size & 1)
-    return b"RIFF" + struct.pack("<I", len(body)) + body
+    chunks = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b""))
+    return PNG_MAGIC + b"".join(chunks)
 
 
 # multipart
@@ -94,13 +65,6 @@ PART_HEADERS = (
     *(b'Content-Disposition: form-data; name="a"; filename="b"', b"Content-Type:", b"\xff: \xff"),
     *(b"Content-Transfer-Encoding: base64", b"Content-Type: IMAGE/PNG", b"A" * 300, b"--x--"),
 )
-
-
-def part(content: bytes, *headers: bytes, boundary: bytes = b"x") -> bytes:
-    """A part of a multipart body, with the boundary before it."""
-    disposition = b'Content-Disposition: form-data; name="image"; filename="a"'
-    lines = b"\r\n".join((disposition, *headers))
-    return b"--" + boundary + b"\r\n" + lines + b"\r\n\r\n" + content + b"\r\n"
 
 
 def sniffed(content: bytes) -> str:

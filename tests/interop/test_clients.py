@@ -4,13 +4,11 @@ code, keeps a deadline and sends a message larger than a window of flow control.
 from __future__ import annotations
 
 import base64
-import importlib.util
 import io
 import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import grpc
@@ -86,19 +84,6 @@ def test_grpcio(serving):
     check(outcomes)
 
 
-async def test_grpcio_with_asyncio(serving):
-    outcomes = []
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{serving.grpc_port}") as channel:
-        for method, message, timeout_s in CALLS:
-            call = channel.unary_unary(SERVICE + method)
-            try:
-                reply = await call(message.SerializeToString(), timeout=timeout_s)
-                outcomes.append((0, "", reply))
-            except grpc.RpcError as error:
-                outcomes.append((error.code().value[0], error.details(), b""))
-    check(outcomes)
-
-
 async def test_grpclib(serving):
     client = pytest.importorskip("grpclib.client", reason="grpclib is not installed")
     exceptions = pytest.importorskip("grpclib.exceptions")
@@ -163,75 +148,6 @@ def test_grpc_go(serving, tmp_path):
     # GOCACHE is where the user has it, so that grpc-go is compiled once.
     command = (go, "run", str(HERE / "client.go"))
     call_all(command, serving, tmp_path, GOPATH=sources, GO111MODULE="off", GOFLAGS="")
-
-
-# In a process of its own: KServe's SDK needs other versions of much that the service uses.
-# Arguments: the HTTP address, the gRPC address, a file with the pixels of an image.
-KSERVE = r"""
-import asyncio, json, sys
-import numpy as np
-from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
-
-http, grpc, path = sys.argv[1:]
-pixels = np.fromfile(path, np.uint8).reshape(1, 28, 28)
-
-def request(model, images=1):
-    image = InferInput("image", [images, 28, 28], "UINT8")
-    image.set_data_from_numpy(np.repeat(pixels, images, axis=0), binary_data=True)
-    return InferRequest(model, [image])
-
-def label(answer):
-    return [int(one.as_numpy()[0]) for one in answer.outputs if one.name == "label"]
-
-async def over_http():
-    client = InferenceRESTClient(RESTConfig(protocol="v2"))
-    ready = await client.is_server_ready(http)
-    found = label(await client.infer(http, request("lenet"), model_name="lenet"))
-    try:
-        await client.infer(http, request("vgg"), model_name="vgg")
-    except Exception as error:
-        failure = error.response.status_code
-    try:
-        late = {"x-request-timeout-ms": "1"}
-        await client.infer(http, request("lenet", 4096), model_name="lenet", headers=late)
-    except Exception as error:
-        late = error.response.status_code
-    await client.close()
-    return [ready, found, failure, late]
-
-async def over_grpc():
-    client = InferenceGRPCClient(grpc, timeout=PATIENCE_S)
-    ready = await client.is_server_ready()
-    found = label(await client.infer(request("lenet")))
-    try:
-        await client.infer(request("vgg"))
-    except Exception as error:
-        failure = error.code().value[0]
-    try:
-        await client.infer(request("lenet", 4096), timeout=0.005)
-    except Exception as error:
-        late = error.code().value[0]
-    await client.close()
-    return [ready, found, failure, late]
-
-print(json.dumps([asyncio.run(over_http()), asyncio.run(over_grpc())]))
-"""
-
-
-def test_kserve(serving, tmp_path):
-    python = os.environ.get("KSERVE_PYTHON")
-    if python is None:
-        if importlib.util.find_spec("kserve") is None:
-            pytest.skip("kserve is not installed: name a Python that has it in KSERVE_PYTHON")
-        python = sys.executable
-    path = tmp_path / "seven"
-    path.write_bytes(SEVEN.tobytes())
-    http, rpc = f"http://127.0.0.1:{serving.port}", f"127.0.0.1:{serving.grpc_port}"
-    plain = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
-    said = run([python, "-c", KSERVE, http, rpc, str(path)], env=plain, cwd=tmp_path)
-    over_http, over_grpc = json.loads(said.splitlines()[-1])
-    assert over_http in ([True, [7], 404, 504], [True, [7], 404, 408])  # 408: while it arrived
-    assert over_grpc == [True, [7], 5, 4]
 
 
 OCTETS = "application/octet-stream"
@@ -307,25 +223,6 @@ def test_curl_over_http_2(serving, tmp_path):
         version, status = last.split()
         assert version == "2"
         return int(status), answer
-
-    check_http(ask)
-
-
-@pytest.mark.parametrize("table", ["4096", "0"])
-def test_nghttp(serving, tmp_path, table):
-    nghttp = shutil.which("nghttp") or pytest.skip("nghttp is not installed")
-    path = tmp_path / "body"
-
-    def ask(url, body, headers):
-        line = [nghttp, "--stat", "-c", table]
-        line += [part for name, text in headers.items() for part in ("-H", f"{name}: {text}")]
-        if body is not None:
-            path.write_bytes(body)
-            line += ["--data", str(path)]
-        printed = run([*line, f"http://127.0.0.1:{serving.port}{url}"])
-        answer, _, statistics = printed.partition("***** Statistics *****")
-        # The last line: id, three times, status, size, path.
-        return int(statistics.strip().splitlines()[-1].split()[-3]), answer
 
     check_http(ask)
 

@@ -89,7 +89,7 @@ def test_each_export_takes_the_next_free_version(tiny, tmp_path):
     (tmp_path / "7.safetensors").write_bytes(b"")
     (tmp_path / "draft.safetensors").write_bytes(b"")
     assert export(tiny, tmp_path, "mlp").path.name == "8.safetensors"
-    assert export(tiny, tmp_path, "lenet").path.name == "9.safetensors"
+    assert export(tiny, tmp_path, "lenet-6-16").path.name == "9.safetensors"
 
 
 def test_the_bytes_of_the_last_version_are_not_written_again(tiny, tmp_path):
@@ -99,7 +99,7 @@ def test_the_bytes_of_the_last_version_are_not_written_again(tiny, tmp_path):
     assert second.path == first.path
     assert [path.name for path in tmp_path.iterdir()] == ["1.safetensors"]
     # An older version with these bytes is not what would be served.
-    assert export(tiny, tmp_path, "lenet").path.name == "2.safetensors"
+    assert export(tiny, tmp_path, "lenet-6-16").path.name == "2.safetensors"
     assert export(tiny, tmp_path, "mlp").path.name == "3.safetensors"
 
 
@@ -114,7 +114,7 @@ def without_links(monkeypatch):
 @pytest.mark.usefixtures("without_links")
 def test_a_version_is_published_where_the_file_system_has_no_links(tiny, tmp_path):
     assert export(tiny, tmp_path, "mlp").path.name == "1.safetensors"
-    assert export(tiny, tmp_path, "lenet").path.name == "2.safetensors"
+    assert export(tiny, tmp_path, "lenet-6-16").path.name == "2.safetensors"
     assert WeightFile.read(tmp_path / "1.safetensors").model == named("mlp").folded
     assert len(list(tmp_path.iterdir())) == 2
     (tmp_path / ".3.lock").touch()  # another run is about to publish this version

@@ -133,7 +133,7 @@ class Client:
 
     What becomes of a request is in its path: /take uses up each 100 bytes of its body, /echo is
     answered with what comes, /answer when it is complete, /early at once, /large with 100,000
-    bytes, /trailers with some.
+    bytes, /trailers with some, /fields with a header block of 40,000 bytes.
     """
 
     def __init__(self):
@@ -187,6 +187,8 @@ class Client:
             self.http2.answer(stream, b"\x88", b"ok", None)
         elif path == b"/trailers":
             self.http2.answer(stream, b"\x88", b"ok", field(b"a", b"b"))
+        elif path == b"/fields":
+            self.http2.answer(stream, field(b"a", bytes(40_000)), b"ok", None)
         elif path == b"/echo":
             self.http2.finish(stream)
         elif path == b"/empty":
@@ -221,7 +223,7 @@ class Client:
                 case 0:
                     name, count = f"body {stream}", len(payload)
                 case 1:
-                    name = f"headers {stream}"
+                    name = f"headers {stream}" + (" begun" if not flags & WHOLE else "")
                 case 3:
                     name = f"reset {stream} {CODES[word(payload)]}"
                 case 4:
@@ -234,6 +236,8 @@ class Client:
                     assert len(payload) < 200
                 case 8:
                     name, count = f"window {stream}", word(payload)
+                case 9:
+                    name = f"more {stream}" + (" begun" if not flags & WHOLE else "")
             if found and found[-1][0] == name and not found[-1][2]:
                 count += found.pop()[1]
             found.append((name, count, end))
@@ -391,6 +395,10 @@ DATA_FRAMES = {
         post() + post(3) + data(1, b"a") + data(3, b"bc") + data(1, b"d", END) + data(3, b"", END),
         *("1 POST /, 3 POST /, 1 data 1, 3 data 2, 1 data 1, 1 end, 3 end", ""),
     ),
+    "6.10 an answer with a block beyond the client's frames": (
+        get(path=b"/fields"),
+        *("1 GET /fields, 1 end", "headers 1 begun, more 1 begun, more 1, body 1 2 end"),
+    ),
     "6.1 DATA on stream 0": (data(0, b"abc"), *REFUSED),
     "6.1 padding": (post() + data(1, b"\3abc\0\0\0", PADDED | END), *WHOLE_3),
     "6.1 nothing but padding": (post() + data(1, b"\3abc", PADDED | END), f"{OPEN}, 1 end", ""),
@@ -545,6 +553,10 @@ WINDOWS = {
     "6.9.1 padding is part of the window": (
         post() + data(1, bytes(65_535)) + data(1, b"\0", PADDED),
         *(f"{OPEN}, 1 data 65535, 1 cancelled", "reset 1 FLOW_CONTROL_ERROR"),
+    ),
+    "6.9.1 padding is given back": (
+        post() + data(1, b"\xff" + bytes(255), PADDED) * 300,
+        *(OPEN, "window 1 65536"),
     ),
     "6.9.1 DATA beyond the connection's window": (
         b"".join(post(number) + data(number, bytes(65_000)) for number in range(1, 33, 2)),
