@@ -42,7 +42,7 @@ from service.errors import GRPC_STATUS, STATUS
 from service.forms.body import Limits
 from service.observe.metrics import NO_MODEL, Metrics
 from service.observe.traces import Traces
-from service.request import Requests
+from service.request import Request, Requests
 from service.settings import Settings
 from wire.access_log import AccessLog, access_log
 from wire.budget import Budget
@@ -136,7 +136,8 @@ async def open_service(
         what = names or "nothing, as all models are unloaded,"
         _log.info("read %s from %s: warming up", what, settings.weights)
 
-        deadlines = Deadlines()
+        watched: dict[Request, None] = {}
+        deadlines = Deadlines(watched.copy, Request.expire)
         stack.callback(deadlines.close)
         thread = stack.enter_context(ThreadPoolExecutor(1, "explainer"))  # which the first starts
         placement = place(settings)
@@ -157,7 +158,6 @@ async def open_service(
                 settings.default_model or versions[0].name,
                 config,
                 metrics,
-                deadlines,
                 settings.model_alias,
             )
         )
@@ -200,6 +200,7 @@ async def open_service(
             settings.max_body_bytes,
             budget,
             decoders,
+            watched,
             deadlines,
             timeout_s,
             metrics.predicted,

@@ -68,7 +68,10 @@ class Requests:
     max_body_bytes: int
     budget: Budget
     decoders: Decoders
-    deadlines: Deadlines
+    watched: dict[Request, None]
+    """Requests that wait for their clients, a decoder or a turn, until the deadline."""
+    deadlines: Deadlines[Request]
+    """Those of `watched`."""
     timeout_s: float
     """The longest that a request may take."""
     count: Callable[[Transport, ModelKey, TimesS], None]
@@ -119,13 +122,13 @@ class Request(Work):
 
     __slots__ = (
         *("_body", "_decode_s", "_decoding_began_s", "_form", "_held_bytes", "_job", "_length"),
-        *("_model", "_model_is_unknown", "_range", "_requests", "_served", "_started_s"),
+        *("_model", "_range", "_requests", "_served", "_started_s"),
         *("_to", "_transferring", "_wanted", "_watched", "asked", "done", "moved_bytes"),
     )
 
     def __init__(self, requests: Requests, wanted: Wanted, to: Any) -> None:
         self._requests, self._wanted, self._to = requests, wanted, to
-        self._form = form = wanted.form
+        self._form = wanted.form
         self._length = wanted.length
         self._started_s = started_s = time.monotonic()
         self.deadline_s = started_s + wanted.timeout_s
@@ -135,18 +138,12 @@ class Request(Work):
         """Options in the body, once it is decoded."""
         self.moved_bytes = self._held_bytes = 0
         """`moved_bytes`: received bytes of the body."""
-        self._watched = self._transferring = self._model_is_unknown = False
+        self._watched = self._transferring = False
         self._body: Body = b""
         self._job: Job | None = None
         self._decoding_began_s = 0.0
         self._model = NO_MODEL
         self._served: Batcher | None = None
-        if not form.names_model:
-            self._served = served = requests.models.find(wanted.model, wanted.version)
-            if served is None:
-                self._model_is_unknown = True
-            else:
-                self._model = served.version.key  # whose failures are counted from here on
 
     def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
         """Answer with `content`, of which `rest` is what follows its `body`."""
@@ -220,10 +217,13 @@ class Request(Work):
             Overloaded: there is no room for it.
         """
         if not self._watched and not self.done:
-            if self._model_is_unknown and (
-                self._wanted.asks_first or self._length is None or self._length > _DROPPED_BYTES
-            ):
-                self._find()
+            if not self._form.names_model:
+                try:
+                    self._find()
+                except UnknownModel:
+                    is_small = self._length is not None and self._length <= _DROPPED_BYTES
+                    if self._wanted.asks_first or not is_small:
+                        raise
             self._watch()
             self._hold_arrived()
 
@@ -244,7 +244,7 @@ class Request(Work):
                     self._end_transfer()
             else:
                 self.moved_bytes = len(body)
-            if self._model_is_unknown:
+            if self._served is None and not self._form.names_model:
                 # Before its body: of two mistakes the unknown model is the one to know first.
                 self._find()
             decoded = self._form.decode_now(body)
@@ -278,7 +278,7 @@ class Request(Work):
         asked, wanted = self.asked, self._wanted
         model, version = asked.model or wanted.model, asked.version or wanted.version
         self._served = served = self._requests.models.get(model, version)
-        self._model_is_unknown, self._model = False, served.version.key
+        self._model = served.version.key  # whose failures are counted from here on
         return served
 
     def compute(self, images: Images) -> None:
@@ -367,11 +367,11 @@ class Request(Work):
             self._crash()
 
     def _end_written(self, content: Content, began_s: float, rest: list[bytes]) -> None:
-        requests, now_s, cut_s = self._requests, time.monotonic(), self.first_cut_s
+        requests, now_s, queue_s = self._requests, time.monotonic(), self.queue_s
         times_s = (
             self._decode_s,
-            cut_s - self.arrived_s,
-            self.answered_s - cut_s,
+            queue_s,
+            self.compute_s,
             now_s - began_s,
             now_s - self._started_s,
         )
@@ -381,7 +381,11 @@ class Request(Work):
         self.done = True
         self.reply(content, rest, times_s)
         if requests.traces is not None:
-            steps_s = self._decoding_began_s, self.arrived_s, cut_s, self.answered_s, began_s
+            cut_s = self.arrived_s + queue_s
+            steps_s = (
+                *(self._decoding_began_s, self.arrived_s),
+                *(cut_s, cut_s + self.compute_s, began_s),
+            )
             self._trace(requests.traces, "", now_s, steps_s)
 
     # Deadline, memory, and other ends.
@@ -389,15 +393,17 @@ class Request(Work):
     def _watch(self) -> None:
         if not self._watched:
             self._watched = True
-            self._requests.deadlines.add(self, Request._expire)
+            self._requests.watched[self] = None
+            if self.deadline_s < self._requests.deadlines.look_s:
+                self._requests.deadlines.note(self.deadline_s)
 
     def _unwatch(self) -> None:
         if self._watched:
             self._watched = False
-            self._requests.deadlines.remove(self)
+            del self._requests.watched[self]
 
-    def _expire(self) -> None:
-        self._watched = False
+    def expire(self) -> None:
+        """The deadline has passed."""
         if self._decoding_began_s:
             self.fail(self._late())
             return

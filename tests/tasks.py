@@ -42,8 +42,8 @@ def _prediction(request: Work) -> Prediction:
         request.version.name,
         request.version.version,
         request.batch.probabilities[request.row : request.row + request.rows],
-        request.first_cut_s - request.arrived_s,
-        request.answered_s - request.first_cut_s,
+        request.queue_s,
+        request.compute_s,
         request.batch,
         request.row,
     )

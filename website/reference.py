@@ -171,22 +171,15 @@ def _refuses(method: Method) -> bool:
 def grpc() -> str:
     """Methods of gRPC, from the descriptors."""
     stand_in: Any = MagicMock()
-
-    def refusing(keys: Keys) -> set[bytes]:
-        """The methods that need a key where these exist."""
-        found = grpc_methods.methods(stand_in, stand_in, keys)
-        return {path for path, method in found.items() if _refuses(method)}
-
-    of_administrators, of_users = refusing(Keys()), refusing(Keys(("user",)))
     rows = []
-    for path in sorted(grpc_methods.methods(stand_in, stand_in, Keys())):
+    for path, method in sorted(grpc_methods.methods(stand_in, stand_in, Keys()).items()):
         service, _, name = path.decode().strip("/").rpartition("/")
         # Both versions of reflection have the same messages, and only one descriptor.
         described = Default().FindServiceByName(service.replace("v1alpha", "v1"))
         one = described.methods_by_name[name]
         stream = ("stream " * one.client_streaming, "stream " * one.server_streaming)
-        key = "if there are keys" if path in of_users else "no"
-        key = "administrator's" if path in of_administrators else key
+        key = "no" if method.is_open else "if there are keys"  # for which the gate asks
+        key = "administrator's" if _refuses(method) else key
         messages = (f"{stream[0]}`{one.input_type.name}`", f"{stream[1]}`{one.output_type.name}`")
         rows.append((f"`{service}/{name}`", *messages, key))
     return _page(

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from wire.errors import INTERNAL, Refusal
 from wire.exchange import Exchange
 from wire.head import RequestHead
-from wire.http2_fields import is_field
+from wire.http2_fields import OF_CONNECTIONS, is_field
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +138,8 @@ class AsgiExchange(Exchange):
             raise ValueError(f"answer: got {sent_bytes} bytes of body, expected {length}")
         if not self._begun:
             self._begun = True
-            headers = [(name.lower(), value) for name, value in response.get("headers", ())]
+            found = ((name.lower(), value) for name, value in response.get("headers", ()))
+            headers = [field for field in found if field[0] not in OF_CONNECTIONS]
             writer.start(self, response["status"], headers, None if more else len(body))
         if body:
             writer.write(self, (body,))
@@ -158,6 +159,8 @@ def _length(status: int, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
     """
     lengths = []
     for name, value in headers:
+        if name.lower() in OF_CONNECTIONS:  # the connection's are ours, and these are left out
+            continue
         is_length = name.lower() == b"content-length"
         if not is_field(name.lower(), value) or (is_length and not value.isdigit()):
             raise ValueError(f"answer: got header {name!r} {value!r}, expected a name and a line")

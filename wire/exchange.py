@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wire.answer import FAILURES, Answer, log_failure
@@ -34,6 +35,7 @@ Start: TypeAlias = Callable[[Callable[[], None]], None]
 """Begins something, and calls its argument at the end."""
 
 
+@dataclass(eq=False)
 class Exchange:
     """One request and its answer; the class itself is that of what cannot be read as a request.
 
@@ -41,6 +43,11 @@ class Exchange:
     instance would take time.
     """
 
+    writer: Writer
+    stream: Any
+    head: Any
+    _began_s: float = field(init=False, default_factory=time.perf_counter)
+    """Not by the loop's clock, which stands still during a turn."""
     since_s = 0.0
     """When its body last made progress."""
     buffered_bytes = 0
@@ -52,13 +59,7 @@ class Exchange:
     unsent_bytes = 0
     """Bytes of its answer that wait for the client's windows, when last looked at."""
     blocked_since_s = 0.0
-    _sent: asyncio.Event | None = None
-    _began_s = 0.0
-
-    def __init__(self, writer: Writer, stream: Any, head: Any) -> None:
-        self.writer, self.stream, self.head = writer, stream, head
-        if writer.service.access is not None:
-            self._began_s = time.perf_counter()  # the loop's clock stands still during a turn
+    _sent: asyncio.Event | None = field(init=False, default=None)
 
     def open(self) -> None:
         """The headers are there."""

@@ -178,7 +178,10 @@ class GrpcStream(Exchange):
         self._call = method.open(head.wanted, self)
         if method.is_endless:
             self.may_give_way = True
-            self.writer.places.endless_calls.open(self)
+            endless = self.writer.places.endless_calls
+            endless[self] = None
+            if len(endless) > endless.most:
+                endless.make_room(self)
 
     # Input.
 
@@ -218,6 +221,8 @@ class GrpcStream(Exchange):
                 step()
             except Refusal as exc:
                 self.fail(exc)
+            except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+                self.writer.crash(self)
 
     def _guard_message(self, step: Callable[[], None]) -> None:
         """Run `step`. Its error is that of the message, which is read to its end and dropped."""
@@ -291,7 +296,9 @@ class GrpcStream(Exchange):
         else:
             self._message, self._left = self._call.message(None), size
             self._inflater = _Inflater(self._message, self.head.encoding)
-            if not self.writer.places.inflaters.open(self):
+            inflaters = self.writer.places.inflaters
+            inflaters[self] = None
+            if len(inflaters) > inflaters.most and not inflaters.make_room(self):
                 text = "message: too many compressed ones arrive at a time; try again later"
                 raise Overloaded(text, field="message", retry_after_s=1)
 
@@ -327,7 +334,7 @@ class GrpcStream(Exchange):
 
     def _forget_inflater(self) -> None:
         self._inflater = None
-        self.writer.places.inflaters.close(self)
+        self.writer.places.inflaters.pop(self, None)
 
     def _inflate(self) -> bool:
         """Decompress a part; whether more is to be done."""
@@ -397,7 +404,7 @@ class GrpcStream(Exchange):
         if self._inflater is not None:
             self._forget_inflater()
         if self.may_give_way:
-            self.writer.places.endless_calls.close(self)
+            self.writer.places.endless_calls.pop(self, None)
         ids = self.head.ids
         if status is StatusCode.INTERNAL and ids:
             found = self._method, status.name, ids
@@ -415,7 +422,7 @@ class GrpcStream(Exchange):
         """The client is gone."""
         call = self._call
         if call is not None:
-            self._end(StatusCode.CANCELLED, 0)
+            self._end(StatusCode.CANCELLED, self._sent_bytes)
             call.cancel()
         super().sent()
 

@@ -100,7 +100,7 @@ class Http1:
         head = self._heads.known.get(section) or self._heads.find(section)
         if head is None or len(data) - end != head.known_length:
             return None
-        self.used = True
+        self.used, self.header_bytes = True, 0
         return head, data[end:] if head.known_length < _COPIED_BYTES else memoryview(data)[end:]
 
     def receive(self, data: bytes) -> None:
@@ -166,7 +166,7 @@ class Http1:
         end = found + 4 if found >= 0 else 0
         if self._parser is None:
             if end and (head := self._heads.find(data[start:end])) is not None:
-                self._position = end
+                self._position, self.header_bytes = end, 0
                 return head
             first = start
             while data[first : first + 1] in (b"\r", b"\n"):  # empty lines, RFC 9112, 2.2

@@ -50,6 +50,7 @@ class Http1Exchanges:
         self.exchange: Exchange | None = None
         """The request that is not answered."""
         self._begun = False
+        self._probed: Exchange | None = None
         """Whether a part of its answer is written."""
         self._closes = self._chunked = self._asked = False
 
@@ -110,7 +111,7 @@ class Http1Exchanges:
     def _serve(self) -> None:
         """Serve what came, up to the end of one request."""
         connection, http1 = self.connection, self.http1
-        if self.exchange is None and not http1.in_headers:
+        if self.exchange is None and not http1.header_bytes:
             connection.since_s = self.loop.time()
         try:
             if self.exchange is None and (head := http1.next_head()) is not None:
@@ -178,7 +179,8 @@ class Http1Exchanges:
             self.exchange = None
             http1.close()
         elif exchange is not None:
-            if exchange.head is not None and exchange.head.version == "1.1":
+            is_probed, self._probed = self._probed is exchange, exchange
+            if not is_probed and exchange.head is not None and exchange.head.version == "1.1":
                 self.loop.call_later(_PROBE_S, self._probe, exchange, _PROBE_S)
             return True
         return self._can_go_on

@@ -116,7 +116,7 @@ class Http2Exchanges:
                 try:
                     exchange.wait()
                 except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-                    self._crash(exchange)
+                    self.crash(exchange)
         if http2.failed is not None:
             self.cancel_all()
             connection.finish()
@@ -203,7 +203,7 @@ class Http2Exchanges:
         for stream in streams:
             stream.sending = False
             stream.exchange.cancel()
-            self.places.streams.close(stream.exchange)
+            self.places.streams.pop(stream.exchange, None)
 
     def check_time(self, now_s: float, header_s: float, write_s: float) -> None:
         """Close the connection, or a stream, if it waited too long for its client."""
@@ -267,7 +267,9 @@ class Http2Exchanges:
             kind = FastExchange
         stream.exchange = exchange = kind(self, stream, head)
         exchange.since_s = self._asked_s = self.active_s
-        has_room = self.places.streams.open(exchange)
+        streams = self.places.streams
+        streams[exchange] = None
+        has_room = len(streams) <= streams.most or streams.make_room(exchange)
         try:
             exchange.open()
             if not has_room and exchange.is_limited:
@@ -277,7 +279,7 @@ class Http2Exchanges:
             else:
                 self._waiting.append(exchange)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-            self._crash(exchange)
+            self.crash(exchange)
 
     def received(self, stream: Stream, data: bytes, end: bool) -> None:
         """Hand on a piece of its body."""
@@ -287,9 +289,10 @@ class Http2Exchanges:
             if not end and exchange not in self._waiting[-1:]:
                 self._waiting.append(exchange)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-            self._crash(exchange)
+            self.crash(exchange)
 
-    def _crash(self, exchange: Exchange) -> None:
+    def crash(self, exchange: Exchange) -> None:
+        """Give a request up for a fault of our own."""
         _log.exception("a request failed")
         exchange.cancel()
         self.http2.reset(exchange.stream, ErrorCode.INTERNAL_ERROR)
@@ -306,7 +309,7 @@ class Http2Exchanges:
 
     def closed(self, stream: Stream) -> None:
         """The stream is over."""
-        self.places.streams.close(stream.exchange)
+        self.places.streams.pop(stream.exchange, None)
         if self._pending:
             self._pending.pop(stream.exchange, None)
             self._run_next()

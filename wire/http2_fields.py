@@ -14,10 +14,10 @@ Fields: TypeAlias = Sequence[tuple[bytes, bytes]]
 _FIELD_BYTES = 32  # what a field counts beside its name and value
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
 _VALUE = re.compile(rb"[^\0\r\n \t]([^\0\r\n]*[^\0\r\n \t])?|")
-_OF_CONNECTIONS = frozenset(
+OF_CONNECTIONS = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
 )
-"""Fields that HTTP/2 has no use for: RFC 9113, 8.2.2."""
+"""Fields of a connection, for which HTTP/2 has no use: RFC 9113, 8.2.2."""
 
 VARYING = (b"grpc-timeout", b"traceparent", b"x-request-id")
 """Names of fields to which a client may give another value in each request."""
@@ -38,7 +38,7 @@ def is_value(value: bytes) -> bool:
 
 def is_field(name: bytes, value: bytes) -> bool:
     """Whether a header section or trailers may have this field: RFC 9113, 8.2."""
-    if not _NAME.fullmatch(name) or name in _OF_CONNECTIONS or not is_value(value):
+    if not _NAME.fullmatch(name) or name in OF_CONNECTIONS or not is_value(value):
         return False
     return name != b"te" or value.lower() == b"trailers"
 

@@ -29,56 +29,43 @@ class Waiting(Protocol):
     writer: Any
 
 
-class OpenStreams:
+class OpenStreams(dict[Waiting, None]):
     """Requests of all connections, of which those that wait may give way to others.
 
-    Beyond `most` one gives way for which `waits` is true, because it waits for its client or for
-    others of its connection: of the connection with the most of these, the one that was opened
-    first. A new one is refused if none does. Requests that are worked on are not ended.
+    Who opens one adds it, and calls `make_room` if they are more than `most`. Then one gives way
+    for which `waits` is true, because it waits for its client or for others of its connection: of
+    the connection with the most of these, the one that was opened first. A new one is refused if
+    none does. Requests that are worked on are not ended.
     """
 
     def __init__(self, most: int, waits: Callable[[Any], bool] = lambda _: True) -> None:
-        self._most, self._waits = most, waits
-        self._open: dict[Waiting, None] = {}
+        self.most, self._waits = most, waits
         self._first: deque[Waiting] = deque()
         """Those that give way first."""
         self._refused = 0
         """How many are refused before all are looked at again."""
 
-    @property
-    def count(self) -> int:
-        """How many are open."""
-        return len(self._open)
-
-    def open(self, exchange: Waiting) -> bool:
-        """Count it. Returns: whether there is room for it."""
-        self._open[exchange] = None
-        return len(self._open) <= self._most or self._make_room(exchange)
-
-    def _make_room(self, new: Waiting) -> bool:
+    def make_room(self, new: Waiting) -> bool:
+        """Have one give way. Returns: whether one did, or `new` is to be refused."""
         while True:
             while self._first:
                 exchange = self._first.popleft()
-                if exchange in self._open and self._waits(exchange):
+                if exchange in self and self._waits(exchange):
                     exchange.writer.give_way(exchange)
                     return True
             if self._refused > 0:
                 self._refused -= 1
                 return False
             waiting: dict[Any, list[Waiting]] = {}
-            for exchange in self._open:
+            for exchange in self:
                 if exchange is not new and self._waits(exchange):
                     waiting.setdefault(exchange.writer, []).append(exchange)
             most_first = sorted(waiting.values(), key=len, reverse=True)
-            part = max(1, self._most // _PART)
+            part = max(1, self.most // _PART)
             self._first.extend(islice(chain.from_iterable(most_first), part))
             self._refused = part - len(self._first) - 1
             if not self._first:
                 return False
-
-    def close(self, exchange: Waiting) -> None:
-        """It is over."""
-        self._open.pop(exchange, None)
 
 
 class Places:

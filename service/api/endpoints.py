@@ -1,7 +1,7 @@
 """FastAPI's endpoints for the routes that take images, on any ASGI server.
 
 Our own server answers these routes on the connection instead, by the same `ImageRoute`; see
-`transport.head`.
+`wire.head`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shapes of errors that are not `transport.answer`'s."""
+"""The shapes of errors that are not `wire.answer`'s."""
 
 from __future__ import annotations
 

@@ -149,11 +149,12 @@ class _Explanation(ImageRequest):
     def _computed(self, computing: _Computing) -> None:
         if self.done:
             return
-        self.answered_s = time.monotonic()
+        computed_s = time.monotonic()
         try:
-            self.first_cut_s, layers = computing.result()
+            began_s, layers = computing.result()
+            self.queue_s, self.compute_s = began_s - self.arrived_s, computed_s - began_s
             self._unwatch()
-            self._end_written(self._content(layers), self.answered_s, [])
+            self._end_written(self._content(layers), computed_s, [])
         except ServiceError as exc:
             self.fail(exc)
         except Exception:  # noqa: BLE001 - the edge of a request: its client gets it

@@ -14,9 +14,10 @@ from urllib.parse import parse_qsl
 
 from service.api.schemas import MAX_TIMEOUT_MS, TIMEOUT_HEADER, PredictQuery
 from service.errors import InvalidInput, UnsupportedMediaType, invalid, shown
-from service.forms.body import OCTETS, ImageForm, Limits
+from service.forms.body import OCTETS, Limits
 from service.forms.form import Content, Form
 from service.forms.oip_json import LENGTH_HEADER, OipJsonForm
+from service.forms.prediction import ImageForm
 from service.forms.tensorflow import TensorflowForm
 from service.observe.traces import http_operation, parent_of
 from service.pictures.headers import Digits, Invert

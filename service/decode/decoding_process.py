@@ -96,7 +96,7 @@ def _serve(channel: socket.socket, memory_bytes: int) -> None:
     import orjson
 
     from service.errors import ServiceError, TooLarge
-    from service.forms import body  # noqa: F401 - and with it what most forms need
+    from service.forms import prediction  # noqa: F401 - and with it what most forms need
 
     loads = lru_cache(maxsize=64)(pickle.loads)  # the service wrote it; few forms are used
     channel.sendall(READY)

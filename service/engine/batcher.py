@@ -55,7 +55,6 @@ class Batcher:
         metrics: Metrics,
         version: ModelVersion,
         busy_poll: BusyPoll | None,
-        deadlines: Deadlines,
         clock: Callable[[], float],
         overlap_rows: int = 0,
     ) -> None:
@@ -67,7 +66,7 @@ class Batcher:
         self.pool = pool
         self._metrics = metrics
         self._busy_poll = busy_poll
-        self._deadlines = deadlines
+        self._deadlines = Deadlines(self._unanswered, self._expire)
         self._overlap_rows = overlap_rows
         self._older: set[Work] = set()
         self._older_done: asyncio.Future[None] | None = None
@@ -101,7 +100,8 @@ class Batcher:
         self._queue.push(request, images, self.version, self._clock())
         if nvtx.active:
             request.queue_range = nvtx.begin("queue")
-        self._deadlines.add(request, self._expire)
+        if request.deadline_s < self._deadlines.look_s:
+            self._deadlines.note(request.deadline_s)
         # Not at once: every request that arrives in this turn of the loop joins the batch.
         if not self._dispatching:
             self._dispatching = True
@@ -155,6 +155,7 @@ class Batcher:
         except TimeoutError:
             for request in self._unanswered():
                 self._fail(request, stopping())
+        self._deadlines.close()
 
     def fail_all(self) -> None:
         """The device is lost: refuse new requests and fail all others, in flight or not."""
@@ -186,8 +187,9 @@ class Batcher:
             self._loop.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        before, self._waiting = self._waiting, len(self._queue)
-        has_room = self._queue.rows < self._queue.max_batch_rows
+        queue = self._queue
+        before, self._waiting = self._waiting, queue.requests
+        has_room = queue.rows < queue.max_batch_rows
         if self._waiting > before + 1 and not self._overlap_rows and has_room:
             # Nothing is read while a batch is computed on the loop: those that arrived while these
             # were read come first. 5 % more requests a second from 32 connections. Not if as many
@@ -196,25 +198,26 @@ class Batcher:
             self._loop.call_soon(self._dispatch)
             return
         self._dispatching = False
-        while self._queue.rows:
-            due = self._queue.cut_due_s()
-            if due > self._clock() and not self.closed:
+        while queue.rows:
+            if queue.max_wait_s and not self.closed and (due := queue.cut_due_s()) > self._clock():
                 if self._timer is not None:
                     self._timer.cancel()
                 self._timer = self._loop.call_at(due, self._dispatch)
                 return
             if self._in_flight and self._overlap_rows:
                 running = sum(cut.rows for cut in self._in_flight)
-                if running + self._queue.rows < self._overlap_rows:
+                if running + queue.rows < self._overlap_rows:
                     return  # the end of one dispatches again
-            worker = self.pool.acquire()
-            if worker is None:
-                return  # the release of one schedules the next cut
-            self._start(worker)
+            if not self._start():
+                return  # the release of a context schedules the next cut
 
-    def _start(self, worker: Worker) -> None:
+    def _start(self) -> bool:
+        """Start a batch. Returns: whether a context was free for it."""
+        worker = self.pool.acquire()
+        if worker is None:
+            return False
         cut = self._queue.cut(self._clock(), draining=self.closed)
-        self._waiting = len(self._queue)
+        self._waiting = self._queue.requests
         if cut.segments:
             self._in_flight.add(cut)
         parts = [  # before the late are answered: that may cancel requests of the batch
@@ -227,16 +230,19 @@ class Batcher:
         if not cut.segments:
             self.pool.release(worker)
             self._note_idle()
-            return
-        weights = cut.segments[0][0].version.weights
+            return True
+        weights, finish = cut.segments[0][0].version.weights, partial(self._finish, worker, cut)
         try:
-            worker.run(parts, weights, partial(self._finish, worker, cut))
+            result = worker.run(parts, weights, finish)
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
-            self._finish(worker, cut, exc)
-            return
+            finish(exc)
+            return True
+        if result is not None:
+            self._loop.call_soon(finish, result)
         if nvtx.active:
             for request in cut.requests:
                 request.end_wait()
+        return True
 
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
@@ -262,8 +268,8 @@ class Batcher:
                 rows = stop - start
                 if not finite and not np.isfinite(outcome.probabilities[row : row + rows]).all():
                     self._fail(request, InferenceFailed(_NOT_FINITE))
-                elif request.waits and request.deliver(start, rows, batch, row, now):
-                    self._answer(request, None)
+                elif request.waits:
+                    self._deliver(request, start, rows, batch, row, now)
                 row += rows
             if self._busy_poll is not None:
                 self._busy_poll.extend()
@@ -276,11 +282,31 @@ class Batcher:
         if self._idle is not None:
             self._note_idle()
 
+    def _deliver(
+        self, request: Work, start: int, rows: int, batch: BatchAnswer, row: int, now_s: float
+    ) -> None:
+        """Answer `request` if `rows` rows of `batch` from `row` on are the last that it lacks.
+
+        They answer its rows from `start` on.
+        """
+        request.batch_rows = len(batch.probabilities)
+        if rows < request.rows:
+            parts = request.parts = request.parts or {}
+            parts[start] = batch.probabilities[row : row + rows]
+            request.answered_rows += rows
+            if request.answered_rows < request.rows:
+                return
+            batch, row = BatchAnswer(np.concatenate([parts[start] for start in sorted(parts)])), 0
+        request.batch, request.row = batch, row
+        request.compute_s = now_s - request.arrived_s - request.queue_s
+        self._answer(request, None)
+
     def _expire(self, request: Work) -> None:
-        if dropped := self._queue.discard(request):
-            self._metrics.rows_dropped(dropped, "late")
+        dropped = self._queue.discard(request)
         self._fail_late(request)
         self._note_idle()
+        if dropped:
+            self._metrics.rows_dropped(dropped, "late")
 
     def _fail_late(self, request: Work) -> None:
         timeout_ms = 1e3 * (request.deadline_s - request.arrived_s)
@@ -319,7 +345,6 @@ class Batcher:
         del request.images
         if nvtx.active:
             request.end_wait()
-        self._deadlines.remove(request)
         if self._older:
             self._older.discard(request)
             if not self._older and self._older_done is not None and not self._older_done.done():

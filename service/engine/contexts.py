@@ -69,13 +69,17 @@ class Worker:
         self._thread.start()
         await self._opened
 
-    def run(self, images: Sequence[Images], weights: WeightFile, on_done: OnDone) -> None:
+    def run(
+        self, images: Sequence[Images], weights: WeightFile, on_done: OnDone
+    ) -> BatchResult | None:
         """Start a batch, computed with `weights`, which this context validated.
 
         `images`: its parts, each uint8 (n, 28, 28).
 
         The event loop launches and polls where the device computes by itself; otherwise the batch
         runs on the context's thread.
+
+        Returns: the result of a batch that was computed at once, of which `on_done` is not called.
 
         Raises:
             DeviceError: the batch cannot be started; `on_done` is not called.
@@ -90,11 +94,14 @@ class Worker:
                 raise
         if pending is None:
             self._jobs.put((partial(_run, images=images, weights=weights), on_done))
-            return
+            return None
+        if isinstance(pending, BatchResult):
+            return pending
         assert self._idle.is_set(), "bug: two batches at once on one context"
         self.begun += 1
         self._idle.clear()
         self._loop.call_soon(self._poll, pending, on_done)
+        return None
 
     def stage(self, weights: WeightFile) -> asyncio.Future[None]:
         """Validate `weights` between two batches; the served ones stay."""
@@ -117,17 +124,14 @@ class Worker:
             state = "hangs" if self._opened.done() else "is still warming up"
             _log.error("%s %s: not closed after %g s", self.name, state, CLOSE_TIMEOUT_S)
 
-    def _poll(self, pending: BatchResult | Pending, on_done: OnDone) -> None:
+    def _poll(self, pending: Pending, on_done: OnDone) -> None:
         """Poll in every turn of the event loop until the batch is done."""
         outcome: BatchResult | Exception
         try:
-            if isinstance(pending, BatchResult):
-                outcome = pending
-            elif pending.done():
-                outcome = pending.result()
-            else:
+            if not pending.done():
                 self._loop.call_soon(self._poll, pending, on_done)
                 return
+            outcome = pending.result()
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
             self._report_loss(exc)
             outcome = exc

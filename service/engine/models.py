@@ -23,7 +23,6 @@ from lenet.staging import Staging
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
 from service.engine.contexts import BusyPoll, ContextPool, Worker
-from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.faults import Faults, FaultyContext
 from service.engine.queue import BatchQueue
@@ -73,7 +72,6 @@ class Models:
         default: str,
         config: EngineConfig,
         metrics: Metrics,
-        deadlines: Deadlines,
         alias: str = "",
     ) -> None:
         self.ready = False
@@ -85,7 +83,6 @@ class Models:
         self._default_names = {"", alias}
         self._config = config
         self._metrics = metrics
-        self._deadlines = deadlines
         busy_poll_s = config.placement.busy_poll_s
         self._busy_poll = BusyPoll(busy_poll_s) if busy_poll_s else None
         self._staging: Staging | None = None
@@ -239,7 +236,6 @@ class Models:
             self._metrics,
             version,
             self._busy_poll,
-            self._deadlines,
             time.monotonic,
             placement.overlap_rows,
         )

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from lenet import nvtx
 from lenet.backend import BatchResult
 from lenet.pixels import Images, Probabilities
@@ -51,8 +49,8 @@ class Work:
     """
 
     __slots__ = (
-        *("answered_rows", "answered_s", "arrived_s", "batch", "batch_rows", "cut_rows"),
-        *("deadline_s", "expected_rows", "first_cut_s", "images", "parts", "queue_range", "row"),
+        *("answered_rows", "arrived_s", "batch", "batch_rows", "compute_s", "cut_rows"),
+        *("deadline_s", "expected_rows", "images", "parts", "queue_range", "queue_s", "row"),
         *("rows", "version", "waits"),
     )
 
@@ -69,7 +67,10 @@ class Work:
     expected_rows: int
     """How many rows the queue will have cut, ever, when all of it is, in strict order."""
     answered_rows: int
-    first_cut_s: float
+    queue_s: float
+    """Seconds until the first rows were cut."""
+    compute_s: float
+    """Seconds from then until the last were answered."""
     parts: dict[int, Probabilities] | None
     """Results by first row: batches of one request finish in any order."""
     batch: BatchAnswer
@@ -77,7 +78,6 @@ class Work:
     row: int
     batch_rows: int
     """The rows of the batch that completed it, those of other requests included."""
-    answered_s: float
     queue_range: Any
     """A profiler's range, open until the first rows leave; None without a profiler."""
 
@@ -91,7 +91,6 @@ class Work:
         self.rows = len(images)
         self.waits = True
         self.cut_rows = self.answered_rows = self.row = 0
-        self.first_cut_s = self.answered_s = 0.0
         self.parts = self.queue_range = None
 
     def end_wait(self) -> None:
@@ -99,32 +98,6 @@ class Work:
         if self.queue_range is not None:
             nvtx.end(self.queue_range)
             self.queue_range = None
-
-    def deliver(self, start: int, rows: int, batch: BatchAnswer, row: int, now_s: float) -> bool:
-        """Take the answers to its rows from `start` on, `rows` rows of `batch` from `row` on.
-
-        Returns: whether they were the last.
-        """
-        self.batch_rows = len(batch.probabilities)
-        if rows < self.rows:
-            parts = self.parts = self.parts or {}
-            parts[start] = batch.probabilities[row : row + rows]
-            self.answered_rows += rows
-            if self.answered_rows < self.rows:
-                return False
-            batch, row = BatchAnswer(np.concatenate([parts[start] for start in sorted(parts)])), 0
-        self.batch, self.row, self.answered_s = batch, row, now_s
-        return True
-
-    @property
-    def queue_us(self) -> int:
-        """Microseconds until the first rows were cut."""
-        return round(1e6 * (self.first_cut_s - self.arrived_s))
-
-    @property
-    def compute_us(self) -> int:
-        """Microseconds from then until the last were answered."""
-        return round(1e6 * (self.answered_s - self.first_cut_s))
 
 
 Segment: TypeAlias = tuple[Work, int, int]
@@ -171,17 +144,14 @@ class BatchQueue:
         assert max_batch_rows > 0, "bug: a batch must hold a row"
         self.max_batch_rows = max_batch_rows
         self._max_queue_rows = max_queue_rows
-        self._max_wait_s = max_wait_s
+        self.max_wait_s = max_wait_s
         self._patience_rows = int(_PATIENCE * max_queue_rows)
         self._few_rows = int(_FEW * max_batch_rows)
         self._whole: OrderedDict[Work, None] = OrderedDict()
         self._split: OrderedDict[Work, None] = OrderedDict()  # of which parts have left
-        self.rows = 0
-        """Rows waiting."""
+        self.rows = self.requests = 0
+        """Those that wait."""
         self._cut_rows = 0  # ever
-
-    def __len__(self) -> int:
-        return len(self._whole) + len(self._split)
 
     def __iter__(self) -> Iterator[Work]:
         return chain(self._split, self._whole)
@@ -202,6 +172,7 @@ class BatchQueue:
         request.begin(images, version, now_s)
         self._whole[request] = None
         self.rows += rows
+        self.requests += 1
         request.expected_rows = self._cut_rows + self.rows
 
     def discard(self, request: Work) -> int:
@@ -210,6 +181,7 @@ class BatchQueue:
         if request not in waiting_in:
             return 0
         del waiting_in[request]
+        self.requests -= 1
         waiting = request.rows - request.cut_rows
         self.rows -= waiting
         return waiting
@@ -217,11 +189,11 @@ class BatchQueue:
     def cut_due_s(self) -> float:
         """Time from which `cut` is due, perhaps in the past. Something must wait."""
         first_s = next(iter(self._split or self._whole)).arrived_s
-        return first_s if self.rows >= self.max_batch_rows else first_s + self._max_wait_s
+        return first_s if self.rows >= self.max_batch_rows else first_s + self.max_wait_s
 
     def cut(self, now_s: float, *, draining: bool = False) -> Cut:
         """Take the next batch out, of at most `max_batch_rows` rows, and drop the late requests."""
-        reason: CutReason = "idle" if self._max_wait_s == 0 else "waited"
+        reason: CutReason = "idle" if self.max_wait_s == 0 else "waited"
         if draining:
             reason = "drain"
         segments: list[Segment] = []
@@ -249,12 +221,13 @@ class BatchQueue:
             self.rows -= cut_rows
             self._cut_rows += cut_rows
             if not start:
-                request.first_cut_s = now_s
+                request.queue_s = now_s - request.arrived_s
                 del whole[request]
             if stop < rows:
                 split[request] = None
-            elif start:
-                del split[request]
+            else:
+                self.requests -= 1
+                split.pop(request, None)
         if not room:
             reason = "full"
         return Cut(segments, late, self.max_batch_rows - room, reason, now_s)

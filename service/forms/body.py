@@ -15,18 +15,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import ClassVar, Self, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from lenet.nvtx import span
-from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
+from lenet.pixels import PIXELS, Images
 from service.errors import UnsupportedMediaType, invalid, shown
-from service.forms.form import BINARY, MAX_DOUBTS, NOTHING, Answered, Asked, Body, Content, Decoded
+from service.forms.form import BINARY, MAX_DOUBTS
 from service.forms.multipart import media_type, no_file, parts_of
 from service.forms.pixel_json import check_count, json_images, sliced_json_images
 from service.forms.pixels import NPY_MAGIC, npy, octets
-from service.forms.prediction import prediction_bytes, prediction_json
 from service.pictures.headers import Between, Digits, Doubt, Invert, sniff
 
 OCTETS = BINARY.decode()
@@ -37,7 +36,7 @@ _BINARY = (OCTETS, NPY, *_PICTURES)
 ACCEPTED = ("application/json", *_BINARY, "multipart/form-data")
 """Content types of a request's body."""
 
-_NOW_BYTES = {"application/json": 192 * 1024, NPY: 1024 * 1024}
+NOW_BYTES = {"application/json": 192 * 1024, NPY: 1024 * 1024}
 """The largest bodies that are decoded on the event loop. Larger ones block it for more than the 2
 to 3 ms that JSON of 192 KiB, 64 images and more, takes, and the transposition of an npy array in
 Fortran's order (one Xeon core, 2026-11-22)."""
@@ -59,86 +58,12 @@ Doubts: TypeAlias = list[tuple[int, Doubt]]
 """Images of a request whose answer may mean nothing, and why; `MAX_DOUBTS` of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImageForm:
-    """The form of `POST /predict`.
-
-    Args:
-        kind: one of `ACCEPTED`; `content_type` is all of that header.
-        invert: "true" maps x to 255 - x, "false" leaves x; "auto" detects dark ink in pictures
-            and leaves JSON, bytes and npy as they are.
-        digits: "several" makes an image of each separate digit of a picture, in reading order. It
-            makes no difference to anything but pictures.
-        binary: whether the answer is raw bytes.
-    """
-
-    kind: str
-    content_type: str
-    invert: Invert
-    digits: Digits
-    max_images: int
-    max_picture_pixels: int
-    binary: bool = False
-
-    part: ClassVar[str] = "body"
-    names_model: ClassVar[bool] = False
-
-    @classmethod
-    def of(
-        cls,
-        content_type: str,
-        invert: Invert,
-        digits: Digits,
-        limits: Limits,
-        *,
-        binary: bool = False,
-    ) -> Self:
-        """The form of a body of `content_type`. Raises: UnsupportedMediaType."""
-        kind = media_type(content_type)
-        if kind not in ACCEPTED:
-            raise _unsupported("content-type", kind, ACCEPTED)
-        most = limits.max_images, limits.max_picture_pixels
-        return cls(kind, content_type, invert, digits, *most, binary)
-
-    @property
-    def in_place(self) -> bool:
-        """True of raw pixels."""
-        return self.kind == OCTETS
-
-    def decode_now(self, body: Body) -> Decoded | None:
-        """Decode pixels of any number, and small JSON and npy."""
-        if self.kind == OCTETS and self.invert != "true":
-            count, rest = divmod(len(body), PIXELS)
-            if rest or not 0 < count <= self.max_images:
-                return Decoded(octets(body, "body", self.max_images))  # says what is wrong
-            return Decoded(np.ndarray((count, HEIGHT, WIDTH), np.uint8, body))
-        if self.kind != OCTETS and len(body) > _NOW_BYTES.get(self.kind, 0):
-            return None
-        return self._decode(bytes(body), None)
-
-    def decode(self, body: bytes, between: Between) -> Decoded:
-        """Decode any body. Large JSON is parsed in slices, which takes a tenth of the memory."""
-        return self._decode(body, between)
-
-    def write(self, asked: Asked, answered: Answered) -> Content:
-        """Bytes or JSON, as the client prefers, with warnings of doubtful images in JSON."""
-        if self.binary:
-            return prediction_bytes(answered)
-        return prediction_json(answered, asked.doubts)
-
-    def _decode(self, body: bytes, between: Between | None) -> Decoded:
-        doubts: Doubts = []
-        limits = Limits(self.max_images, self.max_picture_pixels)
-        images = decode(
-            body,
-            self.content_type,
-            invert=self.invert,
-            digits=self.digits,
-            limits=limits,
-            doubts=doubts,
-            between=between,
-        )
-        return Decoded(images, Asked(doubts=tuple(doubts)) if doubts else NOTHING)
+def accepted_type(content_type: str) -> str:
+    """The media type of a body, one of `ACCEPTED`. Raises: UnsupportedMediaType."""
+    kind = media_type(content_type)
+    if kind not in ACCEPTED:
+        raise _unsupported("content-type", kind, ACCEPTED)
+    return kind
 
 
 @span("decode")
@@ -154,14 +79,12 @@ def decode(
 ) -> Images:
     """The images of a body, uint8 (n, 28, 28), C-contiguous, 1 <= n <= max_images.
 
-    See `ImageForm`. `doubts` gets what is doubtful about pictures. `between` is called between
-    pictures, and slices of JSON. The result may be read-only.
+    See `prediction.ImageForm`. `doubts` gets what is doubtful about pictures. `between` is called
+    between pictures, and slices of JSON. The result may be read-only.
 
     Raises: InvalidInput, TooLarge, UnsupportedMediaType.
     """
-    kind = media_type(content_type)
-    if kind not in ACCEPTED:
-        raise _unsupported("content-type", kind, ACCEPTED)
+    kind = accepted_type(content_type)
     if not body:
         raise invalid("body", "nothing", "at least one image")
     if kind == "application/json":

@@ -145,7 +145,8 @@ def _head(asked: Asked, answered: Answered) -> dict[str, Any]:
     head: dict[str, Any] = {"model_name": version.name, "model_version": version.version}
     if asked.id is not None:
         head["id"] = asked.id
-    head["parameters"] = {"queue_us": answered.queue_us, "compute_us": answered.compute_us}
+    times_s = {"queue_us": answered.queue_s, "compute_us": answered.compute_s}
+    head["parameters"] = {name: round(1e6 * seconds) for name, seconds in times_s.items()}
     return head
 
 

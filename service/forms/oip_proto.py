@@ -18,12 +18,12 @@ from service.forms.proto_guard import read_infer_request, read_names, split
 from service.forms.tensors import (
     ALL_OUTPUTS,
     MAX_ID_CHARACTERS,
+    OUTPUTS,
     InputTensor,
     Numbers,
     answer,
     check_parameters,
     output_metadata,
-    output_values,
     read_images,
     requested_outputs,
 )
@@ -79,16 +79,18 @@ class OipProtoForm:
         count, classes = batch.probabilities.shape
         pieces = [
             _raw_head(version.name, version.version, asked.outputs, rows, classes),
-            _parameter("queue_us", answered.queue_us),
-            _parameter("compute_us", answered.compute_us),
+            _parameter("queue_us", round(1e6 * answered.queue_s)),
+            _parameter("compute_us", round(1e6 * answered.compute_s)),
         ]
         if asked.id:
             pieces.append(pb.ModelInferResponse(id=asked.id).SerializeToString())
         for output in asked.outputs:
             content: bytes | None = batch.encoded.get(output.name)
             if content is None:
-                values = output_values(output.name, batch.probabilities)
-                content = batch.encoded[output.name] = values.tobytes()
+                found = batch.probabilities
+                values = found.argmax(axis=1) if output.name == "label" else found
+                content = values.astype(OUTPUTS[output.name], copy=False).tobytes()
+                batch.encoded[output.name] = content
             size = len(content) // count
             pieces += [_raw_prefix(size * rows), content[first * size : (first + rows) * size]]
         return Content(b"", b"".join(pieces))
@@ -253,8 +255,8 @@ def _encode(asked: Asked, answered: Answered) -> bytes:
     response = pb.ModelInferResponse(
         model_name=version.name, model_version=version.version, id=asked.id
     )
-    response.parameters["queue_us"].int64_param = answered.queue_us
-    response.parameters["compute_us"].int64_param = answered.compute_us
+    response.parameters["queue_us"].int64_param = round(1e6 * answered.queue_s)
+    response.parameters["compute_us"].int64_param = round(1e6 * answered.compute_s)
     for output in answer(answered, asked.outputs):
         tensor = response.outputs.add(
             name=output.name, datatype=output.datatype, shape=output.shape

@@ -1,17 +1,31 @@
-"""The answers of `POST /predict`: JSON, or the probabilities as bytes."""
+"""The form of `POST /predict`: a body is read by `body`, the answer is JSON, or bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar, Self
 
 import numpy as np
 import orjson
 
 from lenet.nvtx import span
-from lenet.pixels import Probabilities
-from service.forms.form import BINARY, JSON, WRITTEN_ROWS, Answered, Content
-from service.pictures.headers import Doubt
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, Probabilities
+from service.forms.body import NOW_BYTES, OCTETS, Doubts, Limits, accepted_type, decode
+from service.forms.form import (
+    BINARY,
+    JSON,
+    NOTHING,
+    WRITTEN_ROWS,
+    Answered,
+    Asked,
+    Body,
+    Content,
+    Decoded,
+)
+from service.forms.pixels import octets
+from service.pictures.headers import Between, Digits, Doubt, Invert
 
 WARNINGS: Mapping[Doubt, str] = {
     "several_shapes": "the picture shows several separate shapes, which were read as one digit; "
@@ -19,6 +33,86 @@ WARNINGS: Mapping[Doubt, str] = {
     "not_a_digit": "the shape is unlike any digit, so label and confidence mean nothing; "
     "expected one digit on plain paper",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ImageForm:
+    """The form of `POST /predict`.
+
+    Args:
+        kind: one of `body.ACCEPTED`; `content_type` is all of that header.
+        invert: "true" maps x to 255 - x, "false" leaves x; "auto" detects dark ink in pictures
+            and leaves all else as it is.
+        digits: "several" makes an image of each separate digit of a picture, in reading order. It
+            makes no difference to anything but pictures.
+        binary: whether the answer is raw bytes.
+    """
+
+    kind: str
+    content_type: str
+    invert: Invert
+    digits: Digits
+    max_images: int
+    max_picture_pixels: int
+    binary: bool = False
+
+    part: ClassVar[str] = "body"
+    names_model: ClassVar[bool] = False
+
+    @classmethod
+    def of(
+        cls,
+        content_type: str,
+        invert: Invert,
+        digits: Digits,
+        limits: Limits,
+        *,
+        binary: bool = False,
+    ) -> Self:
+        """The form of a body of `content_type`. Raises: UnsupportedMediaType."""
+        most = limits.max_images, limits.max_picture_pixels
+        return cls(accepted_type(content_type), content_type, invert, digits, *most, binary)
+
+    @property
+    def in_place(self) -> bool:
+        """True of raw pixels."""
+        return self.kind == OCTETS
+
+    def decode_now(self, body: Body) -> Decoded | None:
+        """Decode raw pixels of any number, and other bodies of up to `NOW_BYTES`."""
+        if self.kind == OCTETS and self.invert != "true":
+            count, rest = divmod(len(body), PIXELS)
+            if rest or not 0 < count <= self.max_images:
+                return Decoded(octets(body, "body", self.max_images))  # says what is wrong
+            return Decoded(np.ndarray((count, HEIGHT, WIDTH), np.uint8, body))
+        if self.kind != OCTETS and len(body) > NOW_BYTES.get(self.kind, 0):
+            return None
+        return self._decode(bytes(body), None)
+
+    def decode(self, body: bytes, between: Between) -> Decoded:
+        """Decode any body. Large JSON is parsed in slices, which takes a tenth of the memory."""
+        return self._decode(body, between)
+
+    def write(self, asked: Asked, answered: Answered) -> Content:
+        """Bytes or JSON, as the client prefers, with warnings of doubtful images in JSON."""
+        if self.binary:
+            return prediction_bytes(answered)
+        return prediction_json(answered, asked.doubts)
+
+    def _decode(self, body: bytes, between: Between | None) -> Decoded:
+        doubts: Doubts = []
+        limits = Limits(self.max_images, self.max_picture_pixels)
+        images = decode(
+            body,
+            self.content_type,
+            invert=self.invert,
+            digits=self.digits,
+            limits=limits,
+            doubts=doubts,
+            between=between,
+        )
+        return Decoded(images, Asked(doubts=tuple(doubts)) if doubts else NOTHING)
+
 
 _A_ROW = 4
 """Pieces of JSON that one row has."""

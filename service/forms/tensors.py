@@ -22,7 +22,8 @@ from service.forms import advice
 from service.forms.form import Answered, RequestedOutput
 
 INPUT = "image"
-OUTPUTS = ("probabilities", "label")
+OUTPUTS: dict[str, np.dtype[Any]] = {"probabilities": np.dtype("<f4"), "label": np.dtype("<i8")}
+"""The outputs, and how their bytes are written."""
 MAX_ID_CHARACTERS = 1024
 
 _MOST_CLASSES = 256  # of any model that can be trained
@@ -33,7 +34,6 @@ CLASSIFIED = "probabilities"
 """The output of which a request may ask for the best classes."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {"UINT8": np.dtype(np.uint8), "FP32": np.dtype("<f4")}
-_LABEL = np.dtype("<i8")
 _SLICE_NUMBERS = 16 * PIXELS
 _ONE_IMAGE = ((HEIGHT, WIDTH), (PIXELS,))
 _MANY_IMAGES = ((HEIGHT, WIDTH), (PIXELS,), (1, HEIGHT, WIDTH))
@@ -174,14 +174,6 @@ def output_metadata(
     )
 
 
-def output_values(name: str, probabilities: Probabilities) -> Values:
-    """The output called `name`, little-endian and contiguous."""
-    if name == "label":
-        labels: Values = probabilities.argmax(axis=1).astype(_LABEL, copy=False)
-        return labels
-    return np.ascontiguousarray(probabilities, _DTYPES["FP32"])
-
-
 def answer(answered: Answered, outputs: Sequence[RequestedOutput]) -> tuple[OutputTensor, ...]:
     """The tensors of `outputs`, in that order."""
     first, names = answered.row, answered.version.labels
@@ -193,7 +185,10 @@ def answer(answered: Answered, outputs: Sequence[RequestedOutput]) -> tuple[Outp
             tensor.shape,
             _classified(probabilities, tensor.shape[1], names)
             if output.classes
-            else output_values(tensor.name, probabilities),
+            else np.ascontiguousarray(
+                probabilities.argmax(axis=1) if output.name == "label" else probabilities,
+                OUTPUTS[output.name],
+            ),
         )
         for output, tensor in zip(
             outputs, output_metadata(outputs, *probabilities.shape), strict=True

@@ -160,7 +160,7 @@ class Opened:
     async def assert_idle(self):
         """Nothing is left of any request: no memory, no deadline, no place in the queue."""
         requests = self.service.fast_routes[b"POST", b"/predict"].requests
-        await until(lambda: not (requests.budget.held_bytes or requests.deadlines._waiting))
+        await until(lambda: not (requests.budget.held_bytes or requests.watched))
         await self.until_waiting(0)
         for name in ("lenet_in_flight_bytes", "lenet_queue_rows"):
             assert await self.value(name) == 0

@@ -19,10 +19,11 @@ from typing import Literal, cast
 import numpy as np
 from PIL import Image
 
-from service.forms.body import ImageForm, Limits
+from service.forms.body import Limits
 from service.forms.form import Form
 from service.forms.oip_json import OipJsonForm
 from service.forms.oip_proto import OipProtoForm
+from service.forms.prediction import ImageForm
 from service.forms.tensorflow import TensorflowForm
 from tests.fuzz import http2, samples
 from tests.fuzz.connection import ConnectionTarget

@@ -326,6 +326,16 @@ async def test_large_headers_count_in_the_budget_while_they_arrive(server):
     assert server.door.budget.held_bytes == 0
 
 
+async def test_empty_lines_give_a_client_no_more_time(server):
+    client, connection = await connect(server)
+    for count in (1, 2):
+        client.send(b"\r\n")
+        await until(lambda: connection.exchanges.http1.header_bytes == 2 * count)  # noqa: B023
+        connection.since_s -= 9
+    connection.check_time(asyncio.get_running_loop().time())
+    assert connection.transport.is_closing()
+
+
 async def test_time_begins_anew_with_each_header_block_that_has_come_in_part(server):
     client, connection = await connect(server)
     http2 = await opened_http2(client, connection)
@@ -765,12 +775,14 @@ async def test_connections_beyond_the_limit_are_closed_and_room_is_used_again():
 async def test_a_half_closed_client_is_answered_what_it_sent_whole(server):
     server.route.hold = True
     client = await server.open()
-    client.send(post(b"whole") + post(b"half")[:-2])
+    client.send(post(b"whole") + post(b"second") + post(b"half")[:-2])
     await until(lambda: server.route.held)
     client.writer.write_eof()
-    assert (await client.answer())[0] == 100, "asked whether it still reads"
-    server.route.release()
-    assert (await client.answer())[2] == b"whole"
+    for body in (b"whole", b"second"):
+        await until(lambda: server.route.held)
+        assert (await client.answer())[0] == 100, "asked whether it still reads"
+        server.route.release()
+        assert (await client.answer())[2] == body
     assert await client.rest() == b""
 
 
@@ -833,7 +845,6 @@ LENGTH = (b"Content-Length", b"2")
         (200, [(b"x\r\ny", b"a")], [], False),
         (200, [(b"x y", b"a")], [], False),
         (200, [(b"", b"a")], [], False),
-        (200, [(b"Transfer-Encoding", b"chunked")], [], False),
         (200, [(b"content-length", b"1_0")], [b"0123456789"], False),
         (200, [(b"content-length", b"-1")], [], False),
         (200, [(b"content-length", b"")], [], False),
@@ -861,6 +872,18 @@ async def test_an_answer_of_the_application_that_would_break_http_is_a_500_and_l
     server.events["answer"] = 200, [LENGTH, (b"X", b"a b")], [b"o", b"k"]
     answer = await server.ask(GET.replace(b"/ ", b"/answer ", 1))
     assert (answer[0], answer[1]["x"], answer[2]) == (200, "a b", b"ok")
+
+
+async def test_fields_of_the_connection_are_not_the_applications(server):
+    fields = [(b"Connection", b"close"), (b"Transfer-Encoding", b"gzip"), (b"upgrade", b"a")]
+    server.events["answer"] = 200, [(b"x", b"y"), *fields], [b"ok"]
+    client = await server.open()
+    for _ in range(2):
+        client.send(GET.replace(b"/ ", b"/answer "))
+        status, headers, body = await client.answer()
+        assert (status, body, headers["x"]) == (200, b"ok", "y")
+        assert headers["transfer-encoding"] == "chunked"
+        assert headers.keys().isdisjoint({"connection", "upgrade"})
 
 
 @pytest.mark.parametrize("missing_bytes", [0, 1])

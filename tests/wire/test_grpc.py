@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from unittest.mock import Mock
 
 import hpack
 import pytest
@@ -551,15 +552,41 @@ def test_a_cancelled_call_writes_nothing():
     client = Client(call := Calls(many=True), is_endless=True).send(ABC[:6]).turn()
     places = client.door.places
     assert call.heard == ["wait"]
-    assert (places.streams.count, places.endless_calls.count) == (1, 1)
+    assert (len(places.streams), len(places.endless_calls)) == (1, 1)
     client.h2.reset_stream(1)
     client.turn()
     for step in (call.exchange.cancel, call.exchange.end, lambda: call.exchange.write(b"de")):
         step()
     client.turn()
     assert call.heard == ["wait", "cancelled"]
-    assert (places.streams.count, places.endless_calls.count) == (0, 0)
+    assert (len(places.streams), len(places.endless_calls)) == (0, 0)
     assert client.got == []
+
+
+def test_the_log_of_a_cancelled_call_says_what_was_sent():
+    client = Client(call := Calls(many=True))
+    client.door.access = Mock()
+    client.send(ABC).turn()
+    client.h2.reset_stream(1)
+    client.turn()
+    assert call.heard[-1] == "cancelled"
+    assert client.door.access.add.call_args.args[3:5] == ("CANCELLED", 3)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_call_that_raises_is_reset_wherever_its_message_waited(ahead, caplog):
+    client = Client(call := Calls(many=True)).send(ABC).turn()
+    call.message = None  # raises TypeError
+    call.is_ahead = ahead
+    client.send(DE)
+    if ahead:
+        client.turn()
+        call.is_ahead = False
+        call.exchange.read_on()
+    with pytest.raises(AssertionError, match="reset"):
+        client.turn()
+    assert "a request failed" in caplog.text
+    assert not client.door.places.streams.count
 
 
 def test_a_call_that_fails_in_the_middle_of_its_answers_ends_with_a_status():

@@ -511,6 +511,14 @@ def test_empty_lines_before_a_request_are_bounded():
     assert reader.feed(b"\r\n") == [431]
 
 
+@pytest.mark.parametrize("request_", [KNOWN, GET], ids=["whole", "a head"])
+def test_empty_lines_behind_requests_do_not_add_up(request_):
+    reader = Reader(max_header_bytes=100)
+    for _ in range(200):
+        reader.feed(request_, b"\r\n")
+    assert 431 not in reader.found
+
+
 def test_a_body_in_small_chunks_is_decoded_a_part_at_a_time():
     http1 = Reader().http1
     http1.receive(chunks(*[b"x"] * 40_000))

@@ -13,7 +13,7 @@ class Connection:
 
     def give_way(self, exchange):
         self.ended.append(exchange)
-        self.streams.close(exchange)
+        del self.streams[exchange]
 
 
 class Request:
@@ -27,10 +27,15 @@ def places(most):
     return OpenStreams(most, lambda request: request.waits)
 
 
+def add(streams, request):
+    streams[request] = None
+    return len(streams) <= streams.most or streams.make_room(request)
+
+
 def opened(streams, connection, count=1):
     requests = [Request(connection) for _ in range(count)]
     for request in requests:
-        assert streams.open(request)
+        assert add(streams, request)
     return requests
 
 
@@ -45,14 +50,14 @@ def test_the_connection_with_the_most_that_wait_gives_way_first():
     assert (honest.ended, others.ended, flood.ended) == ([], [], [second])
     opened(streams, flood, 20)
     assert (honest.ended, others.ended, len(flood.ended)) == ([], [], 21)
-    assert streams.count == 10
+    assert len(streams) == 10
 
 
 def test_a_request_is_refused_where_no_other_waits():
     streams = places(1)
     (only,) = opened(streams, Connection(streams))
     only.waits = False
-    assert not streams.open(Request(only.writer))
+    assert not add(streams, Request(only.writer))
 
 
 def test_many_requests_are_looked_at_once_for_a_part_of_them():
@@ -62,13 +67,13 @@ def test_many_requests_are_looked_at_once_for_a_part_of_them():
     first = opened(streams, flood, 6400)
     others_requests = opened(streams, others, 1)
     first[1].waits = False
-    streams.close(first[2])
+    del streams[first[2]]
     others_requests += opened(streams, others, 200)
     assert flood.ended == [first[0], *first[3:202]]
     assert len(looks) < 4 * 6400
     for request in (*first, *others_requests):
         request.waits = False
     for _ in range(1000):
-        streams.open(busy := Request(others))
+        add(streams, busy := Request(others))
         busy.waits = False
     assert len(looks) < 16 * 6400

@@ -37,7 +37,12 @@ class Served:
         self.app, self.models, self.budget = service.app, service.models, service.budget
         self.door, self.server, self.port = door, server, port
         requests = service.fast_routes[b"POST", b"/predict"].requests
-        self.in_time, self.decoders = requests.deadlines._waiting, requests.decoders
+        self.watched, self.decoders = requests.watched, requests.decoders
+
+    @property
+    def in_time(self):
+        batchers = self.models.served
+        return [*self.watched, *(one for batcher in batchers for one in batcher._unanswered())]
 
     async def post(self, body, content_type="application/octet-stream", query="", **headers):
         """`post(body, type, "?model=lenet", x_request_timeout_ms="5")`."""
@@ -127,9 +132,7 @@ def open_app(weights):
 async def settled(service):
     """Wait until nothing is left of any request, however it ended."""
     predict = service.fast_routes[b"POST", b"/predict"]
-    await until(
-        lambda: not predict.requests.budget.held_bytes and not predict.requests.deadlines._waiting
-    )
+    await until(lambda: not predict.requests.budget.held_bytes and not predict.requests.watched)
     await until(lambda: not any(batcher._unanswered() for batcher in service.models.served))
 
 

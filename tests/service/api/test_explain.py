@@ -221,7 +221,7 @@ async def test_too_many_explanations_are_a_429_and_predictions_go_on(
     assert (await refused).headers["retry-after"] == "1"
     assert served.requests("overloaded") == 1
     assert (await served.post(one)).status_code == 200
-    in_time = served.service.fast_routes[b"POST", b"/predict"].requests.deadlines._waiting
+    in_time = served.service.fast_routes[b"POST", b"/predict"].requests.watched
     left = accepted.pop()
     left.cancel()
     await until(lambda: len(in_time) == most)
@@ -250,7 +250,7 @@ async def test_a_client_that_leaves_ends_its_explanation(
     (weights / "mlp").mkdir()
     random_weights("mlp").write(weights / "mlp/1.safetensors")
     async with open_app() as served:
-        in_time = served.service.fast_routes[b"POST", b"/predict"].requests.deadlines._waiting
+        in_time = served.service.fast_routes[b"POST", b"/predict"].requests.watched
         asked, kind = [], {"Content-Type": RAW}
         for count in (1, 2, 3):
             post = served.client.post("/explain?model=mlp", content=one, headers=kind)

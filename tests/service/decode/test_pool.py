@@ -29,10 +29,11 @@ from service.errors import (
     UnsupportedMediaType,
 )
 from service.forms import open_inference_pb2 as pb
-from service.forms.body import ImageForm, Limits, decode
+from service.forms.body import Limits, decode
 from service.forms.form import Asked
 from service.forms.oip_json import OipJsonForm
 from service.forms.oip_proto import OipProtoForm
+from service.forms.prediction import ImageForm
 from service.forms.tensors import (
     ALL_OUTPUTS,
 )

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from lenet.context import Target
 from lenet.model import Model
 from lenet.reference import softmax
-from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
 from service.engine.repository import Repository
@@ -81,7 +80,7 @@ def open_engine(folder, draw):
         versions = weights.read_all(wanted, default_model="a")
         config = EngineConfig(**options | changes)
         try:
-            parts = weights, versions, "a", config, metrics, Deadlines()
+            parts = weights, versions, "a", config, metrics
             async with Models(*parts) as models:
                 engine = RunningEngine(models, metrics, registry, draw)
                 yield engine

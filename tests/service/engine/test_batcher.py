@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lenet.backend import BatchResult
 from service.engine.batcher import Batcher
 from service.engine.contexts import ContextPool
-from service.engine.deadlines import RESOLUTION_S, Deadlines
+from service.engine.deadlines import RESOLUTION_S
 from service.engine.queue import BatchQueue
 from service.errors import (
     DeadlineExceeded,
@@ -253,7 +253,7 @@ class BatcherSetup:
         self.watcher = Watcher()
         self.batcher = Batcher(
             *(self.queue, self.pool, self.watcher, self.first, None),
-            *(Deadlines(), self.loop.time, self.overlap_rows),
+            *(self.loop.time, self.overlap_rows),
         )
         self.complaints: list[BaseException] = []
         self.loop.set_exception_handler(
@@ -264,7 +264,7 @@ class BatcherSetup:
     async def __aexit__(self, kind: object, *_: object) -> None:
         if kind is None:
             await asyncio.sleep(1000)  # batches end that nobody waits for
-            assert (self.queue.rows, len(self.queue), self.pool.busy) == (0, 0, 0)
+            assert (self.queue.rows, self.queue.requests, self.pool.busy) == (0, 0, 0)
             before_s = self.loop.time()
             await self.batcher.drain(1000)
             assert self.loop.time() == before_s, "there was something to wait for"
@@ -621,7 +621,7 @@ def assert_no_idle_context(stage: BatcherSetup) -> None:
     running = sum(cut.rows for cut in stage.batcher._in_flight)
     if running and running + stage.queue.rows < stage.overlap_rows:
         return
-    if len(stage.queue) and stage.pool.busy < len(stage.pool.workers):
+    if stage.queue.requests and stage.pool.busy < len(stage.pool.workers):
         assert stage.queue.cut_due_s() > stage.loop.time(), "rows wait beside a free context"
 
 

@@ -40,10 +40,32 @@ class Costly:
         return self._deadline_s
 
 
+class Line:
+    """Those that wait, and the names and times of those that were called back."""
+
+    def __init__(self, loop, then=lambda line, one: None):
+        self.waiting, self.called, self._loop, self._then = [], [], loop, then
+        self.deadlines = Deadlines(self.waiting.copy, self._expire)
+
+    def add(self, deadline_s, name=""):
+        self.waiting.append(one := Waiting(deadline_s, name))
+        self.deadlines.note(deadline_s)
+        return one
+
+    def _expire(self, one):
+        self.waiting.remove(one)
+        self.called.append((one.name, self._loop.time()))
+        self._then(self, one)
+
+
 def test_each_is_called_back_once_and_at_most_so_late(run_virtually):
     async def test(loop):
-        deadlines, called = Deadlines(), []
-        start = loop.time()
+        def add(line, one):
+            if one.name == "soon":
+                line.add(loop.time() - 1, "at once")
+                line.add(loop.time() + 0.5, "added")
+
+        line, start, timers = Line(loop, add), loop.time(), len(loop.pending_timers())
         seconds = {
             "late": 3.0,
             "past": -1.0,
@@ -53,94 +75,60 @@ def test_each_is_called_back_once_and_at_most_so_late(run_virtually):
             "shortly after": 0.25 + RESOLUTION_S / 4,
             "before its timer": 2.0,
         }
-        waiting = {name: Waiting(start + after_s, name) for name, after_s in seconds.items()}
-        for one in waiting.values():
-            deadlines.add(one, lambda one: called.append((one.name, loop.time())))
-        for _ in range(2):
-            deadlines.remove(waiting["gone"])
+        ones = {name: line.add(start + after_s, name) for name, after_s in seconds.items()}
+        line.waiting.remove(ones["gone"])
         # The loop also calls what is due within its clock's resolution: too early for the deadline.
         loop.call_at(start + 2.0 - CLOCK_STEP_S / 2, lambda: None)
+        await asyncio.sleep(0.25 + RESOLUTION_S / 2)
+        assert len(loop.pending_timers()) == timers + 2, "one timer, and that of the clock"
         await asyncio.sleep(10)
-        names = [name for name, _ in called]
-        assert names == ["past", "soon", "same", "shortly after", "before its timer", "late"]
-        for name, time_s in called:
+        names = [name for name, _ in line.called]
+        order = ["past", "soon", "same", "shortly after", "at once", "added"]
+        assert names == [*order, "before its timer", "late"]
+        seconds |= {"at once": 0.25, "added": 0.75}
+        for name, time_s in line.called:
             due_s = start + max(0.0, seconds[name])
-            assert 0 <= time_s - due_s <= RESOLUTION_S + CLOCK_STEP_S, name
+            assert 0 <= time_s - due_s <= 2 * (RESOLUTION_S + CLOCK_STEP_S), name
+        line.deadlines.close()
+        line.add(loop.time() + 1)
+        line.deadlines.close()
+        assert len(loop.pending_timers()) == timers, "closed"
 
     run_virtually(test)
 
 
 def test_looking_takes_a_bounded_share_of_the_time_however_many_there_are(run_virtually, clock):
     async def test(loop):
-        deadlines, late_s = Deadlines(), []
+        late_s = {}
 
-        def expire(waiting):
-            late_s.append(loop.time() - waiting._deadline_s)
+        def expire(one):
+            waiting.remove(one)
+            late_s[one] = loop.time() - one._deadline_s
 
-        for number in range(2000):  # a look at all of them takes 20 ms
-            deadlines.add(Costly(1 + number / 100, loop, clock), expire)
+        waiting = [Costly(1 + number / 100, loop, clock) for number in range(2000)]
+        deadlines = Deadlines(waiting.copy, expire)  # a look at all of them takes 20 ms
+        deadlines.note(1.0)
         clock.now_s, start = 0.0, loop.time()
         await asyncio.sleep(30)
         assert len(late_s) == 2000
         assert clock.now_s < 0.05 * (21 - start), "by the last deadline"
-        assert max(late_s) < 0.5
-        assert late_s[-1] < 2 * RESOLUTION_S, "hardly any were left"
-
-    run_virtually(test)
-
-
-def test_nothing_is_called_after_the_end(run_virtually):
-    async def test(loop):
-        deadlines, before = Deadlines(), len(loop.pending_timers())
-        deadlines.close()
-        for _ in range(2):
-            deadlines.add(Waiting(1.0), lambda _: pytest.fail("it was closed"))
-        deadlines.close()
-        assert len(loop.pending_timers()) == before
-        await asyncio.sleep(5)
-
-    run_virtually(test)
-
-
-def test_what_a_callback_adds_or_removes_is_kept(run_virtually):
-    async def test(loop):
-        deadlines, called, before = Deadlines(), [], len(loop.pending_timers())
-
-        def expire(waiting):
-            called.append((waiting.name, loop.time()))
-            if waiting.name == "first":
-                for after_s, name in ((0.5, "added"), (-1.0, "at once")):
-                    deadlines.add(Waiting(loop.time() + after_s, name), expire)
-                deadlines.remove(same)
-                deadlines.remove(other)
-
-        first, same, other = Waiting(0.25, "first"), Waiting(0.25), Waiting(0.375)
-        for waiting in (first, same, other, Waiting(5.0, "last")):
-            deadlines.add(waiting, expire)
-        await asyncio.sleep(0.25 + RESOLUTION_S / 2)
-        assert len(loop.pending_timers()) == before + 1
-        await asyncio.sleep(10)
-        names, times = zip(*called, strict=True)
-        assert names == ("first", "at once", "added", "last")
-        for time_s, due_s in zip(times, (0.25, 0.25, 0.75, 5.0), strict=True):
-            assert 0 <= time_s - due_s <= RESOLUTION_S + CLOCK_STEP_S
+        assert max(late_s.values()) < 0.5
+        assert list(late_s.values())[-1] < 2 * RESOLUTION_S, "hardly any were left"
 
     run_virtually(test)
 
 
 def test_a_callback_that_fails_keeps_no_other_from_being_called(run_virtually, caplog):
     async def test(loop):
-        deadlines, called = Deadlines(), []
-
-        def expire(waiting):
-            called.append(waiting.name)
-            if waiting.name == "fails":
+        def fail(line, one):
+            if one.name == "fails":
                 raise RuntimeError("planted")
 
+        line = Line(loop, fail)
         for after_s, name in ((0.25, "fails"), (0.25, "same"), (0.5, "later")):
-            deadlines.add(Waiting(after_s, name), expire)
+            line.add(after_s, name)
         await asyncio.sleep(5)
-        assert called == ["fails", "same", "later"]
+        assert [name for name, _ in line.called] == ["fails", "same", "later"]
         assert "planted" in caplog.text
 
     run_virtually(test)

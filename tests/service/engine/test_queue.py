@@ -54,8 +54,8 @@ def simulated(queue, arrivals):
     """
     waits = {}
     now, coming = 0.0, next(arrivals, None)
-    while coming or len(queue):
-        if coming and (coming[0] <= now or not len(queue)):
+    while coming or queue.requests:
+        if coming and (coming[0] <= now or not queue.requests):
             now = max(now, coming[0])
             with contextlib.suppress(Overloaded):
                 push(queue, request(coming[1], float("inf"), coming[0]))
@@ -193,7 +193,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
     @invariant()
     def agree(self) -> None:
         assert self.queue.rows == self.waiting_rows()
-        assert len(self.queue) == len(self.line)
+        assert self.queue.requests == len(self.line)
         if self.waiting_rows() >= self.max_rows:
             assert self.queue.cut_due_s() <= self.now
         elif self.line:
