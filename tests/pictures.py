@@ -26,10 +26,18 @@ def seven(side=28, kind="PNG"):
     return encoded(np.kron(pixels, np.ones((side // 28, side // 28), np.uint8)), kind)
 
 
-def form(*pictures):
-    """A multipart body of them, with the type `FORM`."""
-    head = b'--b\r\nContent-Disposition: form-data; name="a"; filename="a"\r\n\r\n'
-    return b"".join(head + picture + b"\r\n" for picture in pictures) + b"--b--\r\n"
+def form(*parts):
+    """A multipart body with the type `FORM`; each part is its content, or its type and content."""
+    head = b'--b\r\nContent-Disposition: form-data; name="a"; filename="a"\r\n'
+    typed = [part if isinstance(part, tuple) else (None, part) for part in parts]
+    lines = (b"" if kind is None else b"CONTENT-Type: %b\r\n" % kind.encode() for kind, _ in typed)
+    return (
+        b"".join(
+            b"%b%b\r\n%b\r\n" % (head, line, content)
+            for line, (_, content) in zip(lines, typed, strict=True)
+        )
+        + b"--b--\r\n"
+    )
 
 
 def long_form(count=16_000):

@@ -12,7 +12,6 @@ import numpy as np
 import orjson
 import pytest
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from PIL import Image
 
 from lenet.backend import BatchResult
 from lenet.context import ExecutionContext
@@ -21,34 +20,16 @@ from service.api.schemas import InfoResponse, PredictResponse
 from service.observe.metrics import Metrics
 from tests.conftest import draw_weights
 from tests.documented import documented
+from tests.pictures import FORM, PNG, encoded, form
 from tests.wire.doors import until
 
 JSON, RAW, NPY = "application/json", "application/octet-stream", "application/x-npy"
-PNG, JPEG, FORM = "image/png", "image/jpeg", "multipart/form-data; boundary=x"
-
-
-def picture(kind, pixels=None):
-    """`pixels`, or a bar of ink, as a file of `kind`."""
-    if pixels is None:
-        pixels = np.full((40, 30), 255, np.uint8)
-        pixels[8:-8, 12:16] = 0
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind)
-    return file.getvalue()
 
 
 def npy(array):
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
-
-
-def form(*parts):
-    body = b""
-    for kind, content in parts:
-        body += b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n'
-        body += b"Content-Type: " + kind.encode() + b"\r\n\r\n" + content + b"\r\n"
-    return body + b"--x--\r\n"
 
 
 def as_json(images):
@@ -94,7 +75,7 @@ def bars(count, kind="PNG"):
     pixels = np.full((100, 40 * count + 40), 255, np.uint8)
     for i in range(count):
         pixels[40 - 2 * (i % 10) : 80, 40 * i + 30 : 40 * i + 40] = 0
-    return picture(kind, pixels)
+    return encoded(pixels, kind)
 
 
 @pytest.mark.states(
@@ -122,7 +103,7 @@ async def test_several_digits_are_warned_of_where_one_was_expected(served):
     block = np.full((100, 100), 255, np.uint8)
     block[20:80, 20:80] = 0
     kinds = [(f"image/{kind.lower()}", bars(1, kind)) for kind in ("WEBP", "GIF", "BMP", "JPEG")]
-    body = form(*kinds, (RAW, bytes(784)), (PNG, bars(2)), (PNG, picture("PNG", block)))
+    body = form(*kinds, (RAW, bytes(784)), (PNG, bars(2)), (PNG, encoded(block)))
     answer = PredictResponse.model_validate_json((await served.post(body, FORM)).content)
     assert len(answer.predictions) == 7
     found = [(warning.image, warning.code) for warning in answer.warnings]

@@ -1,23 +1,14 @@
-import io
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from service.errors import InvalidInput
 from service.forms.body import Limits, decode
 from tests.picture_kinds import ADDED, KINDS, NO_DIGITS, numbers, of_kind, outcome
+from tests.pictures import PNG, encoded
 
 LIMITS = Limits(max_images=1, max_picture_pixels=4_000_000)
-PNG, JPEG = "image/png", "image/jpeg"
-
-
-def encoded(image: Any, kind: str = PNG, **more: Any) -> bytes:
-    file = io.BytesIO()
-    picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
-    picture.save(file, kind.removeprefix("image/").upper(), **more)
-    return file.getvalue()
 
 
 def read(body: bytes, kind: str = PNG, **more: Any) -> Any:
@@ -109,7 +100,7 @@ def test_an_empty_picture_has_no_digit(level):
 def test_noisy_paper_alone_has_no_digit(size):
     noise = np.random.default_rng(1).normal(200, 5, (size, size)).astype(np.uint8)
     assert "no digit found" in refused(encoded(noise))
-    assert "no digit found" in refused(encoded(noise, JPEG), JPEG)
+    assert "no digit found" in refused(encoded(noise, "JPEG"), "image/jpeg")
 
 
 # Pictures as people send them. `python -m tests.picture_kinds` prints the rates of 300 each.
