@@ -97,13 +97,14 @@ class Budget:
     def keep(self, keeper: Transfer, size: int) -> None:
         """Count the `size` bytes that a connection has received and not used.
 
-        Those that keep most are ended while all together keep more than `UNUSED_BYTES`.
+        The one that keeps most is ended when all together keep more than `UNUSED_BYTES`, which
+        frees at least what `keeper` has added.
         """
         before = self._kept.pop(keeper, 0)
         if size:
             self._kept[keeper] = size
         self._kept_bytes += size - before
-        while size > before and self._kept_bytes > UNUSED_BYTES:
+        if size > before and self._kept_bytes > UNUSED_BYTES:
             max(self._kept, key=self._kept.__getitem__).evict()
 
     def release(self, size: int) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.documented import documented
-from wire.budget import SMALL_BYTES, UNUSED_BYTES, Budget
+from wire.budget import SMALL_BYTES, Budget
 from wire.errors import Overloaded
 
 MIB = 1 << 20
@@ -105,16 +105,6 @@ def test_those_that_keep_most_end_when_all_together_keep_too_much():
     assert (large.ended, largest.ended, small.ended) == (False, True, False)
     budget.keep(small, most)
     assert (large.ended, small.ended) == (False, True)
-
-
-def test_however_many_connections_grow_they_keep_no_more_together():
-    budget = Budget(4 * MIB)
-    keepers = [Keeper(budget) for _ in range(500)]
-    for n, keeper in enumerate(keepers):
-        budget.keep(keeper, UNUSED_BYTES // (n + 1))
-        assert sum(UNUSED_BYTES // (k + 1) for k in range(n + 1) if not keepers[k].ended) <= (
-            UNUSED_BYTES
-        )
 
 
 def test_held_bytes_have_shrunk_once_since_their_peak():

@@ -16,16 +16,12 @@ from service.api.errors import status_of
 from service.api.paths import POLICY
 from service.errors import (
     Cancelled,
-    DeadlineExceeded,
     Forbidden,
-    InferenceFailed,
     InvalidInput,
     Overloaded,
     ServiceError,
     TooLarge,
-    Unauthorized,
     Unavailable,
-    UnknownModel,
     UnsupportedMediaType,
 )
 from tests.fuzz.connection import Transport
@@ -462,6 +458,11 @@ HEADS = [
         ((b"a", b"b" * 16_384),),
         *({}, "RESOURCE_EXHAUSTED metadata: got 16691 bytes, expected at most 16384"),
     ),
+    ([(b"a", b"b")] * 98, {}, "a call"),
+    (
+        [(b"a", b"b")] * 99,
+        *({}, "RESOURCE_EXHAUSTED metadata: got 101 fields, expected at most 100"),
+    ),
     (
         [(b"authorization", b"Bearer a")] * 2,
         *({}, "INVALID_ARGUMENT authorization: got 2 fields, expected at most one"),
@@ -493,29 +494,18 @@ def decoded(status):
     return dict(hpack.Decoder().decode(status.block()))
 
 
-STATUSES = {
-    "INVALID_ARGUMENT": InvalidInput("a"),
-    "UNAUTHENTICATED": Unauthorized("a"),
-    "PERMISSION_DENIED": Forbidden("a"),
-    "NOT_FOUND": UnknownModel("a"),
-    "RESOURCE_EXHAUSTED": Overloaded("a"),
-    "DEADLINE_EXCEEDED": DeadlineExceeded("a"),
-    "CANCELLED": Cancelled("a"),
-    "UNAVAILABLE": Unavailable("a"),
-    "INTERNAL": InferenceFailed("a"),
-}
-
-
-@pytest.mark.parametrize(("name", "error"), STATUSES.items(), ids=STATUSES)
-def test_an_error_has_the_status_of_its_row(name, error):
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (Forbidden("a"), "PERMISSION_DENIED"),
+        (Cancelled("a"), "CANCELLED"),
+        (UnsupportedMediaType("a"), "INVALID_ARGUMENT"),
+    ],
+)
+def test_an_error_has_the_status_of_its_row(error, name):
     fields = decoded(status_of(error))
     assert (StatusCode(int(fields["grpc-status"])).name, fields["grpc-message"]) == (name, "a")
     assert fields["lenet-error-code"] == error.code
-
-
-@pytest.mark.parametrize("error", [TooLarge("a"), UnsupportedMediaType("a")])
-def test_what_a_client_has_to_change_is_an_invalid_argument(error):
-    assert status_of(error).code is StatusCode.INVALID_ARGUMENT
 
 
 MESSAGES = {

@@ -7,11 +7,9 @@ from hpack import Encoder
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.api.paths import POLICY
 from tests.wire.test_http2 import ACKED, NO_TABLE, START, Client, block, get, headers
 from wire.gate import Gate
 from wire.grpc import Method, timeout_s_of
-from wire.head import Head
 from wire.http2 import Http2
 from wire.http2_fields import VARYING
 from wire.http2_head import Http2Head
@@ -36,48 +34,6 @@ def test_few_heads_are_remembered_and_none_with_ids_of_its_own():
 
 POST = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"a"))
 CALL = ((b"content-type", b"application/grpc"),)
-
-
-@pytest.mark.parametrize("more", [(), CALL])
-def test_a_request_with_more_than_100_fields_is_refused(more):
-    room = 100 - len(more)
-    head = Http2Head((*POST, *more, *[(b"a", b"b")] * room), {}, {}, Gate())
-    assert head.answer is None
-    head = Http2Head((*POST, *more, *[(b"a", b"b")] * (room + 1)), {}, {}, Gate())
-    text = str(head.error) if more else head.answer.body.decode()
-    assert "got 101 fields, expected at most 100" in text
-    assert more or head.answer.status == 431
-
-
-@pytest.mark.parametrize(
-    ("path", "status"),
-    [
-        ("/" + "a" * 8191, None),
-        ("/" + "a" * 8192, 414),
-        ("/?" + "&".join(["a=1"] * 100), None),
-        ("/?" + "&".join(["a=1"] * 101), 400),
-        ("/v2?" + "&" * 100, 400),
-    ],
-)
-def test_a_target_is_as_long_as_it_may_be_over_http_2(path, status):
-    pseudo = dict(POST) | {b":path": path.encode()}
-    answer = Http2Head(tuple(pseudo.items()), {}, {}, Gate()).answer
-    assert (answer and answer.status) == status
-    if "?" in path:
-        head = Head(b"GET", path.encode(), "1.1", [(b"host", b"a")], True, {}, Gate())
-        assert head.answer == answer
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["authorization", "content-type", "x-request-timeout-ms", "inference-header-content-length"],
-)
-def test_a_request_with_two_values_for_one_field_is_refused(name):
-    fields, gate = ((name.encode(), b"1"), (b"a", b"b"), (b"a", b"b")), Gate(policy=POLICY)
-    assert Http2Head((*POST, *fields), {}, {}, gate).answer is None
-    refusal = Http2Head((*POST, *fields, fields[0]), {}, {}, gate).answer
-    assert refusal.status == 400
-    assert f"{name}: got 2 fields, expected at most one" in refusal.body.decode()
 
 
 def test_a_block_that_sets_the_size_of_the_table_again_is_not_remembered():
