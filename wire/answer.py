@@ -45,7 +45,10 @@ class Answer:
 
 def error_answer(error: Refusal) -> Answer:
     """`error` in JSON, as an object with code, field and message."""
-    return refusal(error.status, error.code, error.message, error.field, headers_of(error))
+    # The message may quote a lone surrogate that the client sent; JSON cannot contain it.
+    text = error.message.encode("utf-8", "replace").decode()
+    body = orjson.dumps({"error": {"code": error.code, "field": error.field, "message": text}})
+    return Answer(error.status, JSON, body, headers_of(error))
 
 
 def headers_of(error: Refusal) -> bytes:
@@ -55,14 +58,6 @@ def headers_of(error: Refusal) -> bytes:
     if error.retry_after_s is None:
         return b""
     return b"retry-after: %d\r\n" % error.retry_after_s
-
-
-def refusal(status: int, code: str, message: str, field: str = "", headers: bytes = b"") -> Answer:
-    """An error with `status`."""
-    # The message may quote a lone surrogate that the client sent; JSON cannot contain it.
-    text = message.encode("utf-8", "replace").decode()
-    body = orjson.dumps({"error": {"code": code, "field": field, "message": text}})
-    return Answer(status, JSON, body, headers)
 
 
 def log_failure(request: str, status: int, ids: Ids) -> None:

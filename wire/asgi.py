@@ -142,7 +142,7 @@ class AsgiExchange(Exchange):
             headers = [field for field in found if field[0] not in OF_CONNECTIONS]
             writer.start(self, response["status"], headers, None if more else len(body))
         if body:
-            writer.write(self, (body,))
+            writer.write(self, body)
         if not more:
             self._complete = True
             self._arrived.set()

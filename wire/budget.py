@@ -28,11 +28,9 @@ class Transfer(Protocol):
     @property
     def moved_bytes(self) -> int:
         """How much has been received or sent."""
-        ...
 
     def evict(self) -> None:
         """End it and release what it holds: others need the memory."""
-        ...
 
 
 class Budget:
@@ -77,13 +75,10 @@ class Budget:
                 field="body",
                 retry_after_s=1,
             )
-        self._grow(size)
+        self.add(size)
 
     def add(self, size: int) -> None:
         """Hold `size` more bytes that cannot be refused, see the class; fewer if negative."""
-        self._grow(size)
-
-    def _grow(self, size: int) -> None:
         self.held_bytes += size
         self._most_held_bytes = max(self._most_held_bytes, self.held_bytes)
 

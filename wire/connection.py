@@ -24,8 +24,7 @@ import math
 from socket import SO_ERROR, SOL_SOCKET
 from typing import TYPE_CHECKING, cast
 
-from wire.answer import refusal
-from wire.errors import Refusal
+from wire.errors import ProtocolError, Refusal
 from wire.http1_exchanges import Http1Exchanges
 from wire.http2 import PREFACE
 from wire.http2_exchanges import Http2Exchanges
@@ -305,7 +304,7 @@ class Connection(asyncio.Protocol):
         self.transport = plain
         assert isinstance(self.exchanges, Http1Exchanges), "bug: HTTP/2 before TLS"
         message = "scheme: got a request in the clear, expected TLS; use https://"
-        self.exchanges.refuse(refusal(400, "invalid_input", message))
+        self.exchanges.refuse(ProtocolError(400, message))
 
     def finish(self) -> None:
         """Shut our side, and linger: closed with unread bytes, a socket resets the answers."""

@@ -2,9 +2,7 @@
 
 Refusal
 ├── InvalidInput            malformed bytes or values; `field` names which
-│   ├── Unimplemented       no such method of gRPC, or it does not understand the call
-│   ├── HeadersTooLarge     the metadata of a call exceeds its limit
-│   └── WrongCompressedFlag a message is compressed, and its call names no encoding
+│   └── ProtocolError       it breaks HTTP's rules; `status` says which
 ├── Unauthorized            no right key came with the request
 ├── Forbidden               the key that came may not do this, or nobody may
 ├── BodyTimeout             the body did not arrive in time
@@ -46,7 +44,7 @@ class Refusal(Exception):
     Attributes:
         code: from a closed set, stable for clients.
         status: over HTTP.
-        grpc_status: over gRPC.
+        grpc_status: over gRPC, where the protocol asks for another one than that of the class.
         message: what was received, what was expected, what to do.
         field: the part of the request that is wrong; "" if no single part is.
         retry_after_s: when a retry may succeed.
@@ -54,11 +52,20 @@ class Refusal(Exception):
 
     code, status, grpc_status = "internal", 500, StatusCode.INTERNAL
 
-    def __init__(self, message: str, *, field: str = "", retry_after_s: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        retry_after_s: int | None = None,
+        grpc_status: StatusCode | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
+        if grpc_status is not None:
+            self.grpc_status = grpc_status
 
 
 class InvalidInput(Refusal):
@@ -67,22 +74,12 @@ class InvalidInput(Refusal):
     code, status, grpc_status = "invalid_input", 400, StatusCode.INVALID_ARGUMENT
 
 
-class Unimplemented(InvalidInput):
-    """There is no such method, or it does not understand the call."""
+class ProtocolError(InvalidInput):
+    """The request breaks HTTP's rules, which have a status for it."""
 
-    grpc_status = StatusCode.UNIMPLEMENTED
-
-
-class HeadersTooLarge(InvalidInput):
-    """The metadata of a call exceeds its limit."""
-
-    grpc_status = StatusCode.RESOURCE_EXHAUSTED
-
-
-class WrongCompressedFlag(InvalidInput):
-    """A message is marked as compressed, and its call has no encoding. A code of the protocol's."""
-
-    grpc_status = StatusCode.INTERNAL
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Unauthorized(Refusal):

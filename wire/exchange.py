@@ -254,7 +254,7 @@ class FastExchange(Exchange):
         """Write the next piece of a large answer, and go on in the next turn of the event loop."""
         writer = self.writer
         if writer.is_open(self):
-            writer.write(self, (rest.popleft(),))
+            writer.write(self, rest.popleft())
             if rest:
                 writer.loop.call_soon(self._write_next, rest)
             else:

@@ -24,7 +24,6 @@ from wire.errors import (
     Overloaded,
     Refusal,
     StatusCode,
-    WrongCompressedFlag,
     shown,
 )
 from wire.exchange import Exchange
@@ -119,32 +118,25 @@ class Call(Protocol):
 
         Raises: Refusal.
         """
-        ...
 
     def half_close(self) -> None:
         """The client sends no more messages. Raises: Refusal."""
-        ...
 
     def wait(self) -> None:
         """No message is there for now. Raises: Refusal."""
-        ...
 
     @property
     def is_ahead(self) -> bool:
         """Whether further messages have to wait."""
-        ...
 
     def stop(self, error: Refusal) -> None:
         """The service stops: begin nothing new."""
-        ...
 
     def fail(self, error: Refusal) -> None:
         """End the call with `error`."""
-        ...
 
     def cancel(self) -> None:
         """The client is gone."""
-        ...
 
 
 class GrpcStream(Exchange):
@@ -289,9 +281,10 @@ class GrpcStream(Exchange):
         if not compressed:
             self._message, self._left = self._call.message(size), size
         elif self.head.encoding == "identity":
-            raise WrongCompressedFlag(
+            raise InvalidInput(
                 "message: got a compressed message, expected grpc-encoding to say how",
                 field="grpc-encoding",
+                grpc_status=StatusCode.INTERNAL,
             )
         else:
             self._message, self._left = self._call.message(None), size
@@ -359,10 +352,8 @@ class GrpcStream(Exchange):
     def reply(self, message: bytes) -> None:
         """The whole answer of a call with one."""
         if not self.answered:
-            size = len(message)
-            body = b"\0" + size.to_bytes(4, "big") + message
-            self.writer.http2.answer(self.stream, _BEGIN, body, _OK_BLOCK)
-            self._end(StatusCode.OK, size)
+            self.writer.http2.answer(self.stream, _BEGIN, _framed(message), _OK_BLOCK)
+            self._end(StatusCode.OK, len(message))
 
     def write(self, message: bytes) -> None:
         """One of several answers."""
@@ -372,8 +363,7 @@ class GrpcStream(Exchange):
             self._begun = True
             self.writer.http2.headers(self.stream, _BEGIN)
         self._sent_bytes += len(message)
-        pieces = b"\0" + len(message).to_bytes(4, "big"), message
-        self.writer.http2.write(self.stream, pieces)
+        self.writer.http2.write(self.stream, _framed(message))
 
     def is_read(self) -> bool:
         """Whether the client takes what is written."""
@@ -445,6 +435,10 @@ class GrpcStream(Exchange):
         super().sent()
         if self._call is not None and self._unread:
             self.read_on()
+
+
+def _framed(message: bytes) -> bytes:
+    return b"\0%b%b" % (len(message).to_bytes(4, "big"), message)
 
 
 class _Inflater:

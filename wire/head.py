@@ -14,8 +14,8 @@ from urllib.parse import unquote_to_bytes
 
 import httptools
 
-from wire.answer import Answer, refusal
-from wire.errors import InvalidInput, Refusal, shown
+from wire.answer import Answer
+from wire.errors import InvalidInput, ProtocolError, Refusal, shown
 from wire.gate import Gate
 from wire.ids import REQUEST_ID, TRACEPARENT, Ids
 
@@ -44,34 +44,27 @@ class FastCall(Protocol):
 
     def data(self, data: bytes) -> None:
         """The next piece of the body. Raises Refusal if it is refused."""
-        ...
 
     def room(self) -> memoryview | None:
         """Memory for the whole body, of announced length; None if `data` is to be called.
 
         May be called instead of the first `data`.
         """
-        ...
 
     def arrived(self, size: int) -> None:
         """The next `size` bytes of the body are in that memory. Raises as `data`."""
-        ...
 
     def wait_for_body(self) -> None:
         """The body has not arrived whole; may be called again. Raises as `data`."""
-        ...
 
     def complete(self, body: bytes | memoryview | None = None) -> None:
         """The body is complete; `body` is all of it, if `data` was not called."""
-        ...
 
     def fail(self, error: Refusal) -> None:
         """Answer with `error`."""
-        ...
 
     def cancel(self) -> None:
         """The client is gone; nothing is to be answered."""
-        ...
 
 
 class FastRoute(Protocol):
@@ -82,15 +75,12 @@ class FastRoute(Protocol):
 
         Raises: Refusal: the request is refused.
         """
-        ...
 
     def refuse(self, error: Refusal) -> Answer:
         """The answer to a request that `read` rejected."""
-        ...
 
     def open(self, wanted: Any, reply: Callable[[Answer], None]) -> FastCall:
         """Begin a request."""
-        ...
 
 
 FastRoutes: TypeAlias = Mapping[tuple[bytes, bytes], FastRoute]
@@ -115,14 +105,6 @@ def find(
 @lru_cache
 def _pattern(template: bytes) -> re.Pattern[bytes]:
     return re.compile(re.sub(rb"\\\{(\w+)\\\}", rb"(?P<\1>[^/]+)", re.escape(template)))
-
-
-class Refused(Exception):
-    """A request that breaks HTTP's rules; the connection ends after the answer."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.answer = refusal(status, "invalid_input", message)
 
 
 class RequestHead:
@@ -186,7 +168,7 @@ class Head(RequestHead):
     fast route, else 0. On such a route `headers` are left out, which only the application reads.
 
     Raises:
-        Refused: they break HTTP's rules.
+        ProtocolError: they break HTTP's rules.
     """
 
     def __init__(
@@ -212,40 +194,44 @@ class Head(RequestHead):
             options and any(option.strip().lower() == b"close" for option in options.split(b","))
         )
         if version not in ("1.0", "1.1"):
-            raise Refused(505, f"HTTP version: got {version}, expected 1.0 or 1.1")
+            raise ProtocolError(505, f"HTTP version: got {version}, expected 1.0 or 1.1")
         hosts = by_name.get(b"host", [])
         if len(hosts) > 1 or (not hosts and version == "1.1"):
             found = f"{len(hosts)} Host headers" if hosts else "no Host header"
-            raise Refused(400, f"host: got {found}, expected exactly one")
+            raise ProtocolError(400, f"host: got {found}, expected exactly one")
         if hosts and not HOST.fullmatch(hosts[0]):
-            raise Refused(400, f"host: got {shown(hosts[0].decode('latin-1'))}, expected a name")
+            raise ProtocolError(
+                400, f"host: got {shown(hosts[0].decode('latin-1'))}, expected a name"
+            )
         if repeated := self.repeated(gate):
-            raise Refused(400, repeated)
+            raise ProtocolError(400, repeated)
         codings = by_name.get(b"transfer-encoding", [])
         self.chunked = bool(codings)
         if codings and version == "1.0":
-            raise Refused(400, "transfer-encoding: expected none in HTTP/1.0")
+            raise ProtocolError(400, "transfer-encoding: expected none in HTTP/1.0")
         if self.chunked and (len(codings) > 1 or codings[0].lower() != b"chunked"):
             found = shown(b", ".join(codings).decode("latin-1"))
-            raise Refused(501, f"transfer-encoding: got {found}, expected chunked")
+            raise ProtocolError(501, f"transfer-encoding: got {found}, expected chunked")
         lengths = by_name.get(b"content-length", [])
         if lengths and len(lengths[0]) > _LENGTH_DIGITS:
             found = f"{len(lengths[0])} digits"
-            raise Refused(400, f"content-length: got {found}, expected at most {_LENGTH_DIGITS}")
+            raise ProtocolError(
+                400, f"content-length: got {found}, expected at most {_LENGTH_DIGITS}"
+            )
         self.length = int(lengths[0]) if lengths else None
         expected = [value.lower() for value in by_name.get(b"expect", [])]
         if expected and expected != [b"100-continue"]:
             found = shown(b", ".join(expected).decode("latin-1"))
-            raise Refused(417, f"expect: got {found}, expected 100-continue")
+            raise ProtocolError(417, f"expect: got {found}, expected 100-continue")
         self.expects_continue = bool(expected) and version == "1.1"
         target = url
         if url.startswith(b"*") and (method, url) != (b"OPTIONS", b"*"):
-            raise Refused(400, f"target: got {shown(url.decode('latin-1'))}, expected a path")
+            raise ProtocolError(400, f"target: got {shown(url.decode('latin-1'))}, expected a path")
         if not url.startswith(b"/") and url != b"*":
             parts = httptools.parse_url(url)  # the absolute form, RFC 9112, 3.2.2
             if parts.schema.lower() != scheme:  # RFC 9110, 7.4
                 found = shown(parts.schema.decode())
-                raise Refused(421, f"target: got scheme {found}, expected {scheme.decode()}")
+                raise ProtocolError(421, f"target: got scheme {found}, expected {scheme.decode()}")
             target = (parts.path or b"/") + (b"?" + parts.query if parts.query else b"")
         self.aim(target)
         named = {
@@ -294,7 +280,8 @@ class Heads:
     def __init__(
         self, routes: FastRoutes, gate: Gate, scheme: bytes, most_bytes: int = _KNOWN_HEAD_BYTES
     ) -> None:
-        self._given = routes, gate, scheme
+        self.given = routes, gate, scheme
+        """The last arguments of `Head`."""
         self._most_bytes = min(most_bytes, _KNOWN_HEAD_BYTES)
         self.known: dict[bytes, Head] = {}
         """By section without its fields that vary."""
@@ -338,17 +325,6 @@ class Heads:
         rest = first + b"".join(found[2::3])
         del found[2::3]
         return rest, found
-
-    def read(
-        self,
-        method: bytes,
-        url: bytes,
-        version: str,
-        pairs: Sequence[tuple[bytes, bytes]],
-        keep_alive: bool,
-    ) -> Head:
-        """Check the parts of a section. Raises: Refused."""
-        return Head(method, url, version, pairs, keep_alive, *self._given)
 
     def keep(self, section: bytes, head: Head) -> None:
         """Keep the head of a section, if an equal one may be taken for it."""

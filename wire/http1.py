@@ -14,8 +14,8 @@ import re
 
 import httptools
 
-from wire.errors import shown
-from wire.head import MAX_FIELDS, MAX_TARGET_BYTES, Head, Heads, Refused
+from wire.errors import ProtocolError, shown
+from wire.head import MAX_FIELDS, MAX_TARGET_BYTES, Head, Heads
 
 _COPIED_BYTES = 16 * 1024
 """A body of fewer bytes is copied out of what was read: for it, a view costs more."""
@@ -109,7 +109,7 @@ class Http1:
             self.buffer, self._position = self.buffer[self._position :] + data, 0
 
     def next_head(self) -> Head | None:
-        """The next head, once it is complete; its body is to be read. Raises: Refused."""
+        """The next head, once it is complete; its body is to be read. Raises: ProtocolError."""
         head = self._read_head()
         self._forget_parsed()
         if head is not None:
@@ -121,7 +121,7 @@ class Http1:
     def next_piece(self) -> tuple[bytes, bool] | None:
         """The next piece of the body, and whether it is the last; None: none has come.
 
-        Raises: Refused.
+        Raises: ProtocolError.
         """
         start, data, chunks = self._position, self.buffer, self._chunks
         if chunks is not None:
@@ -213,7 +213,7 @@ class Http1:
 
         Returns: whether it is well-formed. Its head may say better what is wrong.
 
-        Raises: Refused.
+        Raises: ProtocolError.
         """
         assert self._parser is not None, "bug: no header section"
         ends = section.count(b"\n")
@@ -247,7 +247,7 @@ class Http1:
         return is_well_formed
 
     def _check(self) -> Head:
-        """The head of the section that is parsed. Raises: Refused."""
+        """The head of the section that is parsed. Raises: ProtocolError."""
         assert self._start is not None, "bug: the section is not complete"
         method, version, keep_alive = self._start
         self._line = b""
@@ -255,8 +255,8 @@ class Http1:
             raise self._refused(501, "method: got CONNECT, expected another")
         pairs, self._pairs = self._pairs, []
         try:
-            return self._heads.read(method, self._url, version, pairs, keep_alive)
-        except Refused:
+            return Head(method, self._url, version, pairs, keep_alive, *self._heads.given)
+        except ProtocolError:
             self.close()
             raise
         except httptools.HttpParserError:
@@ -280,15 +280,15 @@ class Http1:
 
     # Errors.
 
-    def _malformed(self) -> Refused:
+    def _malformed(self) -> ProtocolError:
         return self._refused(400, f"malformed HTTP request; expected {self._expected}")
 
-    def _headers_too_long(self) -> Refused:
+    def _headers_too_long(self) -> ProtocolError:
         return self._refused(431, f"headers: got more than {self._max_header_bytes} bytes")
 
-    def _refused(self, status: int, message: str) -> Refused:
+    def _refused(self, status: int, message: str) -> ProtocolError:
         self.close()
-        return Refused(status, message)
+        return ProtocolError(status, message)
 
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from wire.answer import Answer, status_line
+from wire.answer import Answer, error_answer, status_line
 from wire.asgi import AsgiExchange
-from wire.errors import INTERNAL, BodyTimeout, Refusal
+from wire.errors import INTERNAL, BodyTimeout, ProtocolError, Refusal
 from wire.exchange import BUFFERED_BYTES, Exchange, FastExchange, Start
-from wire.head import Head, Refused
+from wire.head import Head
 from wire.http1 import Http1
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ class Http1Exchanges:
                 self.exchange.data(*piece)
             if http1.receiving and self.exchange is not None:
                 self.exchange.wait()
-        except Refused as exc:
-            self.refuse(exc.answer)
+        except ProtocolError as exc:
+            self.refuse(exc)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
             self._crash()
         if connection.ended and not self._can_go_on and not self.eof():
@@ -231,7 +231,7 @@ class Http1Exchanges:
         elif self._is_idle and waited_s > self.service.keep_alive_s:
             connection.transport.close()
 
-    def refuse(self, answer: Answer) -> None:
+    def refuse(self, error: ProtocolError) -> None:
         """Answer what cannot be read."""
         exchange = self.exchange
         if exchange is not None and self._begun:  # an answer within an answer would be read as one
@@ -240,7 +240,7 @@ class Http1Exchanges:
         if exchange is None:
             self.exchange = exchange = Exchange(self, None, None)
         exchange.cancel()
-        exchange.answer(answer)
+        exchange.answer(error_answer(error))
 
     def _crash(self) -> None:
         """A bug of ours failed a request."""
@@ -334,10 +334,9 @@ class Http1Exchanges:
         if self.http1.receiving:
             self.connection.stop_receiving()
 
-    def write(self, exchange: Exchange, pieces: Iterable[bytes]) -> None:
-        """Write the next pieces of an answer."""
+    def write(self, exchange: Exchange, data: bytes) -> None:
+        """Write the next piece of an answer."""
         if exchange is self.exchange and exchange.head.method != b"HEAD":
-            data = b"".join(pieces)
             self.connection.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
 
     def finish(self, exchange: Exchange) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from struct import Struct
 from typing import TYPE_CHECKING, Any
@@ -789,7 +789,7 @@ class Http2:
         header_bytes = max(len(block), len(trailers or b""))
         if size > room or self._table_update or header_bytes > self._frame_bytes:
             self.headers(stream, block)
-            self.write(stream, (body,))
+            self.write(stream, body)
             self.finish(stream, trailers)
             return
         self._send_window -= size
@@ -804,18 +804,15 @@ class Http2:
         self._write(b"".join(frames))
         self._close(stream)
 
-    def write(self, stream: Stream, pieces: Iterable[bytes]) -> None:
-        """The next pieces of the answer's body. What the windows have no room for waits."""
-        if not stream.sending:
+    def write(self, stream: Stream, data: bytes) -> None:
+        """The next piece of the answer's body. What the windows have no room for waits."""
+        if not (data and stream.sending):
             return
-        self._credit = min(
-            _CREDIT, self._credit + 1
-        )  # clients of gRPC may send a PING for each message that they get
-        for piece in pieces:
-            if piece:
-                stream.unsent.append(memoryview(piece))
-                self.unsent_bytes += len(piece)
-        if stream.unsent and stream.number not in self.blocked:
+        # Clients of gRPC may send a PING for each message that they get.
+        self._credit = min(_CREDIT, self._credit + 1)
+        stream.unsent.append(memoryview(data))
+        self.unsent_bytes += len(data)
+        if stream.number not in self.blocked:
             self._send(stream)
 
     def finish(self, stream: Stream, trailers: bytes | None = None) -> None:

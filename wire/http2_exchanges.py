@@ -6,7 +6,7 @@ Answers of all streams that finish in one turn of the event loop are written tog
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wire.answer import Answer
@@ -394,7 +394,7 @@ class Http2Exchanges:
             self.http2.headers(stream, block, end=not rest)
         elif rest:
             self.http2.headers(stream, block)
-            self.http2.write(stream, (body,))
+            self.http2.write(stream, body)
         else:
             self.http2.answer(stream, block, body, None)
 
@@ -413,10 +413,10 @@ class Http2Exchanges:
             block = status_field(status) + self.service.common_block + literals(headers)
             self.http2.headers(exchange.stream, block + exchange.head.extra)
 
-    def write(self, exchange: Exchange, pieces: Iterable[bytes]) -> None:
-        """Write the next pieces of an answer."""
+    def write(self, exchange: Exchange, data: bytes) -> None:
+        """Write the next piece of an answer."""
         if exchange.head.method != b"HEAD":
-            self.http2.write(exchange.stream, pieces)
+            self.http2.write(exchange.stream, data)
 
     def finish(self, exchange: Exchange) -> None:
         """End an answer."""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from wire.answer import refusal
+from wire.answer import error_answer
 from wire.errors import (
-    HeadersTooLarge,
     InvalidInput,
+    ProtocolError,
     Refusal,
-    Unimplemented,
+    StatusCode,
     shown,
 )
 from wire.gate import Gate
@@ -92,18 +92,18 @@ class Http2Head(RequestHead):
     def _read_request(self, named: Mapping[str, str], routes: FastRoutes, gate: Gate) -> None:
         self.extra = lines_block(self.ids.line + gate.cors_lines(named))
         if self._excess:
-            self.answer = refusal(431, "invalid_input", f"headers: {self._excess}")
+            self.answer = error_answer(ProtocolError(431, f"headers: {self._excess}"))
             return
         if self._target_bytes > MAX_TARGET_BYTES:
             message = f"target: got {self._target_bytes} bytes, expected at most {MAX_TARGET_BYTES}"
-            self.answer = refusal(414, "invalid_input", message)
+            self.answer = error_answer(ProtocolError(414, message))
             return
         if repeated := self.repeated(gate):
-            self.answer = refusal(400, "invalid_input", repeated)
+            self.answer = error_answer(ProtocolError(400, repeated))
             return
         if self.method == b"CONNECT":
             message = "method: got CONNECT, expected another"
-            self.answer = refusal(501, "invalid_input", message)
+            self.answer = error_answer(ProtocolError(501, message))
             return
         self.ask(named, routes, gate)
 
@@ -112,19 +112,22 @@ class Http2Head(RequestHead):
         self.encoding = named.get("grpc-encoding", "identity")
         try:
             if self._excess:
-                raise HeadersTooLarge(f"metadata: {self._excess}", field="metadata")
+                text = f"metadata: {self._excess}"
+                raise InvalidInput(
+                    text, field="metadata", grpc_status=StatusCode.RESOURCE_EXHAUSTED
+                )
             if repeated := self.repeated(gate):
                 raise InvalidInput(repeated, field=repeated.partition(":")[0])
             if method is None:
                 found = shown(self.path.decode("latin-1"), _METHOD_CHARACTERS)
-                raise Unimplemented(f"method: got {found}, expected one that is served here")
+                raise _unimplemented(f"method: got {found}, expected one that is served here")
             kind = named["content-type"]
             if kind.partition(";")[0] not in ("application/grpc", "application/grpc+proto"):
-                raise Unimplemented(f"content-type: got {shown(kind)}, expected application/grpc")
+                raise _unimplemented(f"content-type: got {shown(kind)}, expected application/grpc")
             if self.encoding not in ENCODINGS:
                 expected = ", ".join(ENCODINGS)
                 found = shown(self.encoding)
-                raise Unimplemented(f"grpc-encoding: got {found}, expected one of {expected}")
+                raise _unimplemented(f"grpc-encoding: got {found}, expected one of {expected}")
             if not method.is_open and (error := gate.key_error(named)) is not None:
                 raise error
             self.wanted = method.read(named)
@@ -158,6 +161,10 @@ class Http2Head(RequestHead):
                 del known[next(iter(known))]
             known[timeout_s] = head
         return head
+
+
+def _unimplemented(message: str) -> InvalidInput:
+    return InvalidInput(message, grpc_status=StatusCode.UNIMPLEMENTED)
 
 
 def _named(fields: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.endpoints import DRAINED, fields, path_of, response
 from service.errors import invalid, stopped
 from wire.access_log import AccessLog
-from wire.answer import FAILURES, log_failure, refusal
+from wire.answer import FAILURES, error_answer, log_failure
+from wire.errors import ProtocolError
 from wire.gate import Gate
 from wire.head import MAX_FIELDS, MAX_TARGET_BYTES, RequestHead
 from wire.ids import Ids
@@ -52,7 +53,7 @@ class _Head(RequestHead):
             self.ask(named, {}, gate)
 
     def _refuse(self, status: int, message: str) -> None:
-        self.answer = refusal(status, "invalid_input", message)
+        self.answer = error_answer(ProtocolError(status, message))
 
 
 class _Exchange:

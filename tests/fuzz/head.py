@@ -20,8 +20,9 @@ from service.forms.body import ACCEPTED, Limits
 from service.request import Requests, Wanted
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
+from wire.errors import ProtocolError
 from wire.gate import Gate
-from wire.head import FastRoutes, Head, Heads, Refused
+from wire.head import FastRoutes, Head, Heads
 from wire.http1 import Http1
 
 MAX_BODY_BYTES = 10_000
@@ -35,7 +36,7 @@ class _Reader:
         self._routes = routes
         self._url = b""
         self.pairs: list[tuple[bytes, bytes]] = []
-        self.head: Head | Refused | None = None
+        self.head: Head | ProtocolError | None = None
         self.parser = httptools.HttpRequestParser(self)
 
     def on_url(self, url: bytes) -> None:
@@ -59,10 +60,10 @@ class _Reader:
                 self._routes,
                 Gate(policy=POLICY),
             )
-        except Refused as exc:
+        except ProtocolError as exc:
             self.head = exc
         except httptools.HttpParserError:  # of the target: the connection answers 400
-            self.head = Refused(400, "target")
+            self.head = ProtocolError(400, "target")
 
 
 class HeadTarget(Target):
@@ -95,8 +96,8 @@ class HeadTarget(Target):
     def run(self, data: bytes) -> None:
         reader = self.read(data)
         head = reader.head
-        if isinstance(head, Refused):
-            if head.answer.status not in (400, 417, 421, 501, 505) or len(head.answer.body) > 1000:
+        if isinstance(head, ProtocolError):
+            if head.status not in (400, 417, 421, 501, 505) or len(head.message) > 1000:
                 raise Finding(f"refused with {head.answer}")
         elif head is not None:
             self._check(head, reader.pairs)
@@ -221,7 +222,7 @@ def _read(heads: Heads, section: bytes) -> Head | None:
     http1.receive(section)
     try:
         return http1.next_head()
-    except Refused:
+    except ProtocolError:
         return None
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.wire.doors import running
-from wire.errors import InvalidInput
+from wire.errors import InvalidInput, ProtocolError
 from wire.gate import Gate, Policy
-from wire.head import Heads, Refused
+from wire.head import Heads
 from wire.http1 import Http1
 
 HOST = b"Host: a\r\n"
@@ -319,8 +319,8 @@ class Reader:
                         self.end()
                 elif not self.http1.has_more:
                     return
-        except Refused as exc:
-            self.found.append(exc.answer.status)
+        except ProtocolError as exc:
+            self.found.append(exc.status)
 
     def end(self):
         head, self.head = self.head, None

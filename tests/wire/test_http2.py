@@ -175,7 +175,7 @@ class Client:
                 self.used -= 100
                 self.http2.taken(stream, 100)
         elif self.paths[stream.number] == b"/echo":
-            self.http2.write(stream, (data,))
+            self.http2.write(stream, data)
         self._complete(stream, end)
 
     def _complete(self, stream, end):
@@ -195,7 +195,8 @@ class Client:
             self.http2.headers(stream, b"\x88", end=True)
         elif path == b"/large":
             self.http2.headers(stream, b"\x88")
-            self.http2.write(stream, (bytes(50_000), bytes(50_000)))
+            for _ in range(2):
+                self.http2.write(stream, bytes(50_000))
             self.http2.finish(stream)
 
     def cancelled(self, stream):
