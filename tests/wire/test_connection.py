@@ -374,7 +374,7 @@ async def test_a_body_over_http_2_is_not_late_while_the_application_has_some_of_
     http2 = await opened_http2(client, connection)
     for stream in (1, 3, 5, 7):  # as many as the application answers at a time
         client.send(get(path=b"/waits", stream=stream))
-    client.send(headers(block(path=b"/", method=b"POST"), WHOLE, 9) + data(9, b"some"))
+    client.send(h2_post(9) + data(9, b"some"))
     await until(lambda: http2.received_bytes == 4)
     exchange = http2.streams[9].exchange
     exchange.since_s -= 1000
@@ -393,7 +393,7 @@ async def test_a_client_of_http_2_is_not_asked_for_its_body_amid_its_answer(serv
     client, connection = await connect(server)
     http2 = await opened_http2(client, connection)
     expect = (b"expect", b"100-continue")
-    client.send(headers(block(expect, path=b"/streams", method=b"POST"), WHOLE, 1))
+    client.send(h2_post(1, expect, path=b"/streams"))
     await until(lambda: http2.streams and http2.streams[1].exchange._begun)
     client.send(ping())
     kinds = []
