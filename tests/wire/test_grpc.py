@@ -576,7 +576,7 @@ def test_a_call_that_raises_is_reset_wherever_its_message_waited(ahead, caplog):
     with pytest.raises(AssertionError, match="reset"):
         client.turn()
     assert "a request failed" in caplog.text
-    assert not client.door.places.streams.count
+    assert not client.door.places.streams
 
 
 def test_a_call_that_fails_in_the_middle_of_its_answers_ends_with_a_status():
