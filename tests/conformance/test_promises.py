@@ -11,7 +11,9 @@ import pytest
 from lenet.model import Model
 from lenet.reference import logits, softmax
 from service.engine.batcher import Batcher
+from service.engine.contexts import BusyPoll
 from service.engine.models import Models
+from service.engine.queue import Work
 from service.observe.metrics import Metrics
 from service.request import Request
 from tests.conformance.conftest import images
@@ -318,24 +320,39 @@ async def test_a_batch_that_fails_is_an_error_without_its_cause(opened, door, de
         await service.assert_counted(inference_failed=1, ok=1)
 
 
-@pytest.mark.parametrize("place", [(Batcher, "enqueue"), (Request, "_end_written")], ids=str)
+BUGS = {
+    (Batcher, "enqueue"): "internal",
+    (Request, "_end_written"): "internal",
+    (Work, "deliver"): "inference_failed",
+    (Metrics, "batch_ended"): "ok",
+    (BusyPoll, "extend"): "ok",
+}
+"""Functions that raise, and how the request ends. All that come after it are answered."""
+
+
+@pytest.mark.parametrize(("place", "code"), BUGS.items(), ids=[name for _, name in BUGS])
 async def test_a_bug_is_logged_with_the_id_of_its_request_and_hidden(
-    opened, door, monkeypatch, caplog, place
+    opened, door, monkeypatch, caplog, place, code
 ):
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("bug in /srv/secret.py")
 
-    async with opened() as service:
+    async with opened(busy_poll_us=100) as service:
         with monkeypatch.context() as patch:
             patch.setattr(*place, fail)
             outcome = await service.ask(Ask(headers=IDS))
-        door.assert_refused(outcome, "internal", "internal error; see the server log")
+        if code == "ok":
+            assert outcome.version == "3"
+        else:
+            words = {"internal": "internal error; see the server log"}
+            door.assert_refused(outcome, code, words.get(code, ""))
         (record,) = [record for record in caplog.records if record.exc_info]
         assert "secret" in str(record.exc_info[1])
+        assert record.name != "asyncio", "nobody expected it"
         named = [one.request_id for one in caplog.records if "was answered with" in one.message]
-        assert named == ["r1"] * ("status" in door.form.says)
+        assert named == ["r1"] * (code != "ok" and "status" in door.form.says)
         assert (await service.ask()).version == "3"
-        await service.assert_counted(internal=1, ok=1)
+        await service.assert_counted(**({code: 1, "ok": 1} if code != "ok" else {"ok": 2}))
 
 
 # Versions

@@ -274,6 +274,15 @@ async def ignored(known):
             known.judge(rows, await connection.ask(data))
 
 
+async def scrapes(known):
+    """A hundred, whose Accept takes long to read."""
+    accept = b"Accept: " + b"application/openmetrics-text;q=0.1, " * 1500 + b"*/*"
+    async with await known.connect() as connection:
+        for _ in range(100):
+            data = request(None, accept, method=b"GET", path=b"/metrics")
+            assert (await connection.ask(data)).status == 200
+
+
 # Slow clients
 
 
@@ -464,6 +473,7 @@ ATTACKS = {
     },
     "tiny chunks": Attack(tiny_chunks, {}, 8 * MIB),
     "pipelined megabytes": Attack(pipelined, {}),
+    "scrapes": Attack(scrapes, {}),
     "a hundred slow clients": Attack(crowd, {"http body_timeout": 50}),
     # 300 KB of JSON each.
     "unread answers": Attack(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.documented import documented
-from tests.faults.checks import cpu_s, decoding, has_ended, samples, total, until
+from tests.faults.checks import cpu_s, decoding, samples, total, until
 from tests.faults.clients import opened, request
 from tests.pictures import FORM, PNG, encoded, long_form, seven
 from tests.service_process import PATIENCE_S
@@ -36,47 +35,21 @@ def begin(service, body=LONG, kind=FORM):
     return opened(service.port, request(body, kind=kind.encode()))
 
 
-def started(service):
-    """Process ids of the decoders, one of which has started by then."""
-    until(lambda: decoding(service))
-    return decoding(service)
+def test_forms_whose_clients_have_left_are_decoded_no_further(start):
+    def held_bytes():
+        return total(samples(service), "lenet_in_flight_bytes")
 
-
-def ended(service, reason):
-    return total(samples(service), "lenet_decoder_ends_total", reason=reason)
-
-
-def test_a_form_of_many_pictures_is_answered_at_its_deadline(start):
-    service = start().ready()
-    assert post(service, seven(), PNG)[0] == 200
-    (pid,) = decoding(service)
-    os.kill(pid, signal.SIGSTOP)  # it never ends
-    assert post(service, LONG, FORM, **{"X-Request-Timeout-Ms": "500"})[0] == 504
-    assert ended(service, "died") == 0
-
-
-def test_a_small_picture_is_answered_beside_forms_whose_clients_have_left(start):
     service = start().ready()
     assert post(service, seven(), PNG)[0] == 200
     before_s = cpu_s(service.process.pid, *decoding(service))
-    for gone in [begin(service) for _ in range(6)]:
-        gone.close()
-    assert post(service, seven(), PNG)[0] == 200
-    for _ in range(50):
-        assert post(service, bytes(784))[0] == 200
-    took_s = cpu_s(service.process.pid, *decoding(service)) - before_s
-    assert took_s < 4, "the six forms take 24 s to decode"
-
-
-def test_small_work_is_answered_beside_forms_that_are_decoded(start):
-    service = start().ready()
-    assert post(service, seven(), PNG)[0] == 200
     with contextlib.ExitStack() as stack:
-        long = [stack.enter_context(begin(service)) for _ in range(3)]
-        for body, kind in ((seven(), PNG), (bytes(784), "application/octet-stream")):
-            for _ in range(20):
-                assert post(service, body, kind)[0] == 200
-        assert select.select(long, [], [], 0)[0] == []
+        for _ in range(6):
+            stack.enter_context(begin(service))
+        until(lambda: held_bytes() == 6 * len(LONG))
+    until(lambda: held_bytes() == 0)
+    assert post(service, seven(), PNG)[0] == 200
+    took_s = cpu_s(service.process.pid, *decoding(service)) - before_s
+    assert took_s < 6, "the six forms take 24 s to decode"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -103,22 +76,6 @@ def test_decoders_end_in_time_when_the_service_stops_or_is_killed(start, number)
         until(have_ended)
         assert service.wait() == (-number if number == signal.SIGKILL else 0)
     assert "Traceback" not in service.log
-
-
-def test_the_next_picture_is_answered_when_a_decoder_was_killed(start):
-    service = start().ready()
-    for _ in range(3):
-        assert post(service, seven(), PNG)[0] == 200
-        (pid,) = decoding(service)
-        os.kill(pid, signal.SIGKILL)
-        until(lambda pid=pid: has_ended(pid))
-    with begin(service) as broken:
-        for pid in started(service):
-            os.kill(pid, signal.SIGKILL)
-        assert broken.recv(1000).startswith(b"HTTP/1.1 500 ")
-    assert post(service, seven(), PNG)[0] == 200
-    assert ended(service, "died") >= 4
-    assert service.log.count("a decoding process died") == 1
 
 
 @pytest.mark.states(

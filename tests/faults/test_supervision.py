@@ -1,16 +1,16 @@
-"""Workers that are stopped, or whose event loop is stuck, under a supervisor."""
+"""Workers that are stopped or stuck, or whose metrics cannot be shared, under a supervisor."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 
 import pytest
 
 from service.errors import ExitCode
-from tests.faults.checks import STUCK_LOOP, workers_program
-from tests.service_process import PATIENCE_S
+from tests.faults.checks import STUCK_LOOP, samples, total, workers_program
 
 CHECKS = 3
 """Checks, a second apart, that a worker may miss with the hang timeout of these tests."""
@@ -20,8 +20,8 @@ CHECKS = 3
 def start_two(start, tmp_path, unmeasured):
     """Two ready workers, whose event loop stands still after SIGUSR1."""
 
-    def start_two(text=STUCK_LOOP):
-        changed = workers_program(tmp_path, text)
+    def start_two():
+        changed = workers_program(tmp_path, STUCK_LOOP)
         service = start("--workers", "2", "--hang-timeout-s", "0.5", program=changed).ready(2)
         assert service.predict()[0] == 200  # the log's lock is free again
         return service
@@ -29,8 +29,8 @@ def start_two(start, tmp_path, unmeasured):
     return start_two
 
 
-def assert_serving(service, requests=20):
-    for _ in range(requests):  # so many connections reach every worker
+def assert_serving(service):
+    for _ in range(20):  # so many connections reach every worker
         assert service.predict()[0] == 200
         assert service.get("/healthz")[0] == 200
 
@@ -93,37 +93,16 @@ def test_no_worker_is_killed_when_the_supervisor_or_all_were_stopped_as_in_a_sus
     assert service.wait() == ExitCode.STOPPED
 
 
-@pytest.mark.long
-def test_a_worker_that_starts_slowly_is_waited_for(start_two):
-    service = start_two(f"import time; time.sleep({CHECKS + 2})")
-    assert len(service.started_workers()) == 2
+def test_a_removed_folder_costs_the_merged_metrics_and_nothing_else(start):
+    service = start("--workers", "2").ready(2)
+    (folder,) = service.temporary.iterdir()
+    shutil.rmtree(folder)
+    for _ in range(10):
+        assert total(samples(service), "lenet_contexts") == 1, "of the worker that answers"
+    service.wait_for("WARNING .*metrics of the other .*shows only the worker that answers")
+    os.kill(service.started_workers()[0], signal.SIGKILL)
+    service.ready(3)
+    assert_serving(service)
     service.signal()
     assert service.wait() == ExitCode.STOPPED
-
-
-@pytest.mark.long
-def test_what_killed_supervisors_left_is_removed_by_the_next(start):
-    first = start("--workers", "2").ready(2)
-    first.signal(signal.SIGKILL)
-    assert first.wait() == -signal.SIGKILL
-    assert list(first.temporary.iterdir()), "or this tests nothing"
-    second = start("--workers", "2").ready(2)
-    (folder,) = second.temporary.iterdir()
-    third = start("--workers", "2").ready(2)
-    assert folder in third.temporary.iterdir(), "the second lives"
-    assert second.get("/metrics")[0] == third.get("/metrics")[0] == 200
-    for service in (second, third):
-        service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(PATIENCE_S) == ExitCode.STOPPED
-    assert list(third.temporary.iterdir()) == []
-
-
-@pytest.mark.long
-def test_a_killed_service_leaves_no_socket_that_keeps_the_next_from_starting(start):
-    first = start("--workers", "2").ready(2)
-    first.signal(signal.SIGKILL)
-    assert first.wait() == -signal.SIGKILL
-    second = start("--workers", "2", port=first.port, grpc_port=first.grpc_port).ready(2)
-    assert_serving(second, 2)
-    second.signal()
-    assert second.wait() == ExitCode.STOPPED
+    assert service.log.count("shows only the worker") <= 3, "one line a worker, of two and another"

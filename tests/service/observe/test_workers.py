@@ -1,4 +1,4 @@
-"""Metrics of several workers; tests/faults/test_metrics_files.py has their files fail."""
+"""Metrics of several workers."""
 
 from __future__ import annotations
 

@@ -37,3 +37,13 @@ def test_a_place_without_room_is_one_warning_and_no_folder(place, monkeypatch, c
     (message,) = caplog.messages
     assert "no folder for the metrics of several workers: /dev/null/nowhere (Not a dir" in message
     assert "set TMPDIR" in message
+
+
+def test_shared_memory_is_used_when_the_place_of_temporary_files_cannot_be(
+    place, monkeypatch, caplog
+):
+    monkeypatch.setattr(folders.tempfile, "tempdir", "/dev/null/nowhere")
+    monkeypatch.setattr(folders, "_SHARED_MEMORY", str(place))
+    with shared_folder(2) as folder:
+        assert folder.parent == place
+    assert caplog.messages == []
