@@ -13,7 +13,6 @@ from lenet.reference import logits, softmax
 from service.engine.batcher import Batcher
 from service.engine.contexts import BusyPoll
 from service.engine.models import Models
-from service.engine.queue import Work
 from service.observe.metrics import Metrics
 from service.request import Request
 from tests.conformance.conftest import images
@@ -323,7 +322,7 @@ async def test_a_batch_that_fails_is_an_error_without_its_cause(opened, door, de
 BUGS = {
     (Batcher, "enqueue"): "internal",
     (Request, "_end_written"): "internal",
-    (Work, "deliver"): "inference_failed",
+    (Batcher, "_deliver"): "inference_failed",
     (Metrics, "batch_ended"): "ok",
     (BusyPoll, "extend"): "ok",
 }
