@@ -123,7 +123,7 @@ class Request(Work):
     __slots__ = (
         *("_body", "_decode_s", "_decoding_began_s", "_form", "_held_bytes", "_job", "_length"),
         *("_model", "_range", "_requests", "_served", "_started_s"),
-        *("_to", "_transferring", "_wanted", "_watched", "asked", "done", "moved_bytes"),
+        *("_to", "_transferring", "_wanted", "asked", "done", "moved_bytes"),
     )
 
     def __init__(self, requests: Requests, wanted: Wanted, to: Any) -> None:
@@ -138,7 +138,7 @@ class Request(Work):
         """Options in the body, once it is decoded."""
         self.moved_bytes = self._held_bytes = 0
         """`moved_bytes`: received bytes of the body."""
-        self._watched = self._transferring = False
+        self._transferring = False
         self._body: Body = b""
         self._job: Job | None = None
         self._decoding_began_s = 0.0
@@ -190,7 +190,7 @@ class Request(Work):
             if type(body) is bytes:
                 self._body = body = bytearray(body)
             body += data
-        if self._watched:
+        if self in self._requests.watched:
             self._hold_arrived()
 
     def room(self) -> memoryview | None:
@@ -206,7 +206,7 @@ class Request(Work):
         """`size` bytes were written to the memory of `room`."""
         if not self.done:
             self.moved_bytes += size
-            if self._watched:
+            if self in self._requests.watched:
                 self._hold_arrived()
 
     def wait_for_body(self) -> None:
@@ -216,7 +216,7 @@ class Request(Work):
             UnknownModel: nothing would be done with a body that is large, or may become so.
             Overloaded: there is no room for it.
         """
-        if not self._watched and not self.done:
+        if not self.done and self not in self._requests.watched:
             if not self._form.names_model:
                 try:
                     self._find()
@@ -323,8 +323,7 @@ class Request(Work):
 
     def _decoded(self, decoded: Decoded) -> None:
         """Queue the images. Raises: ServiceError."""
-        if self._watched:
-            self._unwatch()
+        self._requests.watched.pop(self, None)
         self.asked = asked = decoded.asked
         if asked.timeout_us:
             self.deadline_s = min(self.deadline_s, self._started_s + asked.timeout_us / 1e6)
@@ -357,7 +356,7 @@ class Request(Work):
             with span("encode"):
                 piece = next(steps, None)
             if piece is None:
-                self._unwatch()
+                self._requests.watched.pop(self, None)
                 self._end_written(content, began_s, pieces)
             else:
                 pieces.append(piece)
@@ -391,16 +390,9 @@ class Request(Work):
     # Deadline, memory, and other ends.
 
     def _watch(self) -> None:
-        if not self._watched:
-            self._watched = True
-            self._requests.watched[self] = None
-            if self.deadline_s < self._requests.deadlines.look_s:
-                self._requests.deadlines.note(self.deadline_s)
-
-    def _unwatch(self) -> None:
-        if self._watched:
-            self._watched = False
-            del self._requests.watched[self]
+        self._requests.watched[self] = None
+        if self.deadline_s < self._requests.deadlines.look_s:
+            self._requests.deadlines.note(self.deadline_s)
 
     def expire(self) -> None:
         """The deadline has passed."""
@@ -422,10 +414,7 @@ class Request(Work):
 
     def _crash(self) -> None:
         _log.exception("a request failed")
-        if self.done:
-            return
-        self._close(Refusal.code)
-        self.reply_error(Refusal(INTERNAL))
+        self.fail(Refusal(INTERNAL))
 
     def evict(self) -> None:
         """The body arrives slowly while memory is short: fail."""
@@ -468,7 +457,7 @@ class Request(Work):
     def _close(self, outcome: str) -> None:
         """Take the call out of whatever it waits for, and count it."""
         self.done = True
-        self._unwatch()
+        self._requests.watched.pop(self, None)
         if self._transferring:
             self._end_transfer()
         if self._job is not None:

@@ -153,7 +153,7 @@ class _Explanation(ImageRequest):
         try:
             began_s, layers = computing.result()
             self.queue_s, self.compute_s = began_s - self.arrived_s, computed_s - began_s
-            self._unwatch()
+            self._requests.watched.pop(self, None)
             self._end_written(self._content(layers), computed_s, [])
         except ServiceError as exc:
             self.fail(exc)

@@ -34,6 +34,8 @@ _NOT_FINITE = (
     "there serve the model with --precision tf32"
 )
 
+_LATE = "no answer in time"
+
 
 class Batcher:
     """Joins requests to batches and hands each caller its own rows, or one error.
@@ -187,17 +189,15 @@ class Batcher:
             self._loop.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        queue = self._queue
+        queue, self._dispatching = self._queue, False
         before, self._waiting = self._waiting, queue.requests
         has_room = queue.rows < queue.max_batch_rows
         if self._waiting > before + 1 and not self._overlap_rows and has_room:
             # Nothing is read while a batch is computed on the loop: those that arrived while these
             # were read come first. 5 % more requests a second from 32 connections. Not if as many
             # left again: then this could go on for ever.
-            self._dispatching = True
-            self._loop.call_soon(self._dispatch)
+            self._schedule()
             return
-        self._dispatching = False
         while queue.rows:
             if queue.max_wait_s and not self.closed and (due := queue.cut_due_s()) > self._clock():
                 if self._timer is not None:
@@ -225,7 +225,7 @@ class Batcher:
             for work, start, stop in cut.segments
         ]
         for request in cut.late:
-            self._fail_late(request)
+            self._answer(request, DeadlineExceeded(_LATE))
             self._metrics.rows_dropped(request.rows - request.cut_rows, "late")
         if not cut.segments:
             self.pool.release(worker)
@@ -303,14 +303,10 @@ class Batcher:
 
     def _expire(self, request: Work) -> None:
         dropped = self._queue.discard(request)
-        self._fail_late(request)
+        self._answer(request, DeadlineExceeded(_LATE))
         self._note_idle()
         if dropped:
             self._metrics.rows_dropped(dropped, "late")
-
-    def _fail_late(self, request: Work) -> None:
-        timeout_ms = 1e3 * (request.deadline_s - request.arrived_s)
-        self._answer(request, DeadlineExceeded(f"no answer within {timeout_ms:.0f} ms"))
 
     def _fail_batch(self, cut: Cut, cause: Exception) -> None:
         if self._lost:  # which is logged

@@ -6,7 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from service.engine.queue import Work
 
 _log = logging.getLogger(__name__)
 
@@ -19,11 +22,7 @@ _SHARE = 0.05
 _NEVER = float("inf")
 
 
-class _Waits(Protocol):
-    deadline_s: float
-
-
-T = TypeVar("T", bound=_Waits)
+T = TypeVar("T", bound="Work")
 
 
 class Deadlines(Generic[T]):

@@ -301,16 +301,6 @@ async def test_a_process_that_does_not_start_in_time_is_killed(pool, monkeypatch
     await until(lambda: not pool.pids)
 
 
-async def test_work_is_dropped_when_it_is_cancelled_before_a_decoder_is_free(pool):
-    with outcomes(pool) as start:
-        start(body(FORM), LONG)
-        job, called = start(body(FORM), LONG)
-        pool.cancel(job)
-        assert called == ["ended"]
-        await until(lambda: pool.pids)  # which /proc shows once the process runs its program
-        assert len(pool.pids) == 1
-
-
 async def test_leaving_ends_what_runs_and_what_waits():
     async with open_pool() as pool:
         calls = []

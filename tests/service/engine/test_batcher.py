@@ -361,6 +361,14 @@ async def test_the_next_batch_begins_before_the_answers_of_the_last(stage):
     assert seen == [[[1], [2]]]
 
 
+@staged()
+async def test_a_batcher_leaves_no_timer_when_it_has_ended(stage):
+    timers = len(stage.loop.pending_timers())
+    await stage.submit(1)
+    await stage.batcher.drain(1.0)
+    assert len(stage.loop.pending_timers()) == timers
+
+
 @staged(Act(2.0), Act(0.5), Act(0.75), max_batch_rows=2)
 async def test_an_answer_says_where_its_time_went_when_it_waited(stage):
     first = stage.submit(1)

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from service.engine.queue import BatchQueue, Cut, Work
+from service.engine.queue import BatchQueue, Work
 from service.errors import Overloaded
 from tests.tasks import Asked
 
@@ -29,22 +29,6 @@ def request(
 
 def push(queue: BatchQueue, item: Work) -> None:
     queue.push(item, item.images, item.version, item.arrived_s)
-
-
-def segments(cut: Cut, *requests: Work) -> list[tuple[int, int, int]]:
-    """The segments, each request named by its place in `requests`."""
-    return [(requests.index(item), start, stop) for item, start, stop in cut.segments]
-
-
-def test_a_few_rows_do_not_wait_for_a_large_request_in_their_batch():
-    queue = BatchQueue(16, 100)
-    one, two, large, another = request(1), request(1), request(36), request(30)
-    for item in (one, two, large, another):
-        push(queue, item)
-    cuts = [segments(queue.cut(0.0), one, two, large, another) for _ in range(6)]
-    assert cuts[0] == [(0, 0, 1), (1, 0, 1)]
-    assert cuts[1:4] == [[(2, 0, 16)], [(3, 0, 16)], [(2, 16, 32)]]
-    assert cuts[4] == [(2, 32, 36), (3, 16, 28)], "more than a few rows are filled up"
 
 
 def simulated(queue, arrivals):

@@ -574,39 +574,6 @@ def test_a_wrong_body_is_refused(serve):
         assert (found, message in words) == (status, True)
 
 
-def test_loads_and_unloads_under_traffic_lose_nothing(serve, answers):
-    service = serve(2)
-    over = threading.Event()
-    wrong, answered = [], {"lenet": 0, "extra": 0}
-    expected = {"lenet": {(200, "1", answers(0))}, "extra": {(200, "1", answers(5))}}
-
-    def keep_asking(model):
-        while not over.is_set():
-            found = predict(service, model)
-            if found in expected[model]:
-                answered[model] += 1
-            elif (model, found[0]) != ("extra", 404):
-                wrong.append((model, found))
-                return
-
-    threads = [
-        threading.Thread(target=keep_asking, args=(name,)) for name in ("lenet", "extra") * 2
-    ]
-    for thread in threads:
-        thread.start()
-    for _ in range(20):
-        assert load(service, "extra") == (200, "")
-        assert unload(service, "extra") == (200, "")
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert min(answered.values()) > 0
-    service.signal()
-    assert service.wait() == ExitCode.STOPPED
-    assert "Traceback" not in service.log
-
-
 def test_a_worker_that_replaces_another_has_the_same_models_though_files_are_broken(
     start, write, answers
 ):
