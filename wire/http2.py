@@ -3,9 +3,7 @@
 No socket, clock or event loop. `Http2.receive` parses what a client sent and calls its handler,
 `Http2Exchanges`; what is to be sent collects in `Http2.out`.
 
-Header blocks are decoded by the package hpack. The client is asked for a table of size 0, so that
-a block means the same on every connection: equal blocks are decoded once (`Http2.head_cache`). Our
-own header blocks hold literals alone and need no table either. A client that lowers the limit of
+Our own header blocks hold literals alone and need no table. A client that lowers the limit of
 4,096 bytes gets a table size update to 0 with our next header block.
 
     client                          server
@@ -26,20 +24,18 @@ other connections come first.
 
 from __future__ import annotations
 
-import re
 from collections import deque
-from collections.abc import Sequence
 from enum import IntEnum
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-from hpack import Decoder, HPACKError, OversizedHeaderListError
+from hpack import HPACKError, OversizedHeaderListError
 
-from wire.http2_fields import VARYING, Fields, cut, is_field, list_bytes
+from wire.http2_blocks import MAX_HEADER_BYTES, MOST_BLOCK_BYTES, HeaderBlocks
+from wire.http2_fields import Fields, Malformed, is_field, list_bytes
 
 if TYPE_CHECKING:
     from wire.http2_exchanges import Http2Exchanges
-    from wire.http2_head import Http2Head
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 """The first bytes of a client."""
@@ -58,18 +54,6 @@ GROWN_WINDOW = 1024 * 1024
 
 CONNECTION_WINDOW = 1024 * 1024
 """The window of a connection, shared by its streams."""
-
-MAX_HEADER_BYTES = 16 * 1024
-"""A header list of more, counted as RFC 9113, 6.5.2 does, is refused."""
-
-_MOST_HEADER_BYTES = 2 * MAX_HEADER_BYTES
-"""A header block or list of more ends the connection: it is not decoded to its end."""
-
-_SMALL_LIST_BYTES = 4096
-_EXPANSION = 2
-"""A header list of more than `_SMALL_LIST_BYTES` and `_EXPANSION` times its block ends the
-connection, too: 900 fields of 2 bytes took 2.8 ms. 100 literal fields are less, as Huffman's code
-makes 8 bytes of 5, and so is all that a table of 4,096 bytes can hold."""
 
 _CONTROL_BYTES = 16 * 1024
 """The largest frame of settings."""
@@ -95,12 +79,6 @@ _BYTES_OF_WORK = 16
 _UPDATES_PER_FRAME = 4
 """Windows that a client may open for each DATA frame and each request without credit."""
 
-_SOME_NAME = b"\1"
-"""Begins a literal field with a name of the static table."""
-
-_KNOWN_BLOCKS = 512
-_KNOWN_BLOCK_BYTES = 2048
-_KNOWN_FIELDS = 48
 _RESET_STREAMS = 256
 """How many streams that were reset are remembered: frames for them may be on their way."""
 
@@ -109,9 +87,6 @@ _MOST_WINDOW = 2**31 - 1
 _DEFAULT_TABLE_BYTES = 4096
 _EMPTY_TABLE = b"\x20"
 """Sets the size of the table to 0 at the beginning of a header block: RFC 7541, 6.3."""
-
-_THREE_UPDATES = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}")
-"""A block may begin with two updates of the table's size: RFC 7541, 4.2."""
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE = range(9)
 CONTINUATION = 9
@@ -147,10 +122,6 @@ class ConnectionFault(Exception):
     def __init__(self, code: ErrorCode, reason: str) -> None:
         super().__init__(reason)
         self.code, self.reason = code, reason
-
-
-class Malformed(Exception):
-    """The header fields of a request break the rules of RFC 9113, 8."""
 
 
 class Stream:
@@ -202,13 +173,12 @@ class Http2:
 
     Args:
         handler: gets requests. What it does for a stream that is over has no effect.
-        head_cache: heads by header block, shared by connections whose handlers read alike.
-            Where a block has `VARYING` fields, by its pieces between their values: what
-            `Http2Head.for_values` returned, the names, the latest values and their head.
+        known_heads: shared by connections, see `HeaderBlocks`.
     """
 
-    def __init__(self, handler: Http2Exchanges, head_cache: dict[Any, Any]) -> None:
-        self._handler, self.head_cache = handler, head_cache
+    def __init__(self, handler: Http2Exchanges, known_heads: dict[Any, Any]) -> None:
+        self._handler = handler
+        self.blocks = HeaderBlocks(handler.read, self._decoded, known_heads)
         self.out: list[bytes] = []
         self.streams: dict[int, Stream] = {}
         self.failed: ConnectionFault | None = None
@@ -244,8 +214,6 @@ class Http2:
         """What this call of `receive` may still do."""
         self._updates = 0
         """Windows that the client may open without credit."""
-        self._decoder = Decoder(_MOST_HEADER_BYTES)
-        self._table_is_empty = False
         self._receive_window = CONNECTION_WINDOW
         self._taken = 0
         self._send_window = 65_535
@@ -301,7 +269,12 @@ class Http2:
             return self._parse()
         except ConnectionFault as exc:
             self._fail(exc)
-            return False
+        except OversizedHeaderListError as exc:
+            self._fail(_too_much(str(exc)))
+        except HPACKError:  # its text may quote the whole block
+            reason = "a header block that cannot be decoded"
+            self._fail(ConnectionFault(ErrorCode.COMPRESSION_ERROR, reason))
+        return False
 
     def _fail(self, fault: ConnectionFault) -> None:
         fault.__context__ = fault.__cause__ = None
@@ -346,7 +319,7 @@ class Http2:
                 self._ignore(kind, number, length)
                 self._skip, position = length, position + 9
                 continue
-            if length > (most := _MOST_BYTES.get(kind, _MOST_HEADER_BYTES)):
+            if length > (most := _MOST_BYTES.get(kind, MOST_BLOCK_BYTES)):
                 if kind in (HEADERS, CONTINUATION):
                     raise _too_much(f"a header block of {length} bytes, expected at most {most}")
                 raise _size_error(f"a frame of {length} bytes, expected at most {most}")
@@ -532,8 +505,8 @@ class Http2:
         self._spend()
         self._block.append(payload)
         self._block_bytes += len(payload)
-        if self._block_bytes > _MOST_HEADER_BYTES:
-            raise _too_much(f"a header block of more than {_MOST_HEADER_BYTES} bytes")
+        if self._block_bytes > MOST_BLOCK_BYTES:
+            raise _too_much(f"a header block of more than {MOST_BLOCK_BYTES} bytes")
         if flags & END_HEADERS:
             self.in_block = False
             block, self._block = b"".join(self._block), []
@@ -545,9 +518,8 @@ class Http2:
         if stream is not None or number <= self._last or not number & 1:
             self._other_headers(stream, number, ends, block)
             return
-        head: Http2Head | None = self.head_cache.get(block) if self._table_is_empty else None
         try:
-            head = head or self._read_head(block)
+            head = self.blocks.head(block)
         except Malformed:
             self._last = number
             self._spend(_USELESS_HEADERS_CREDIT)
@@ -570,51 +542,6 @@ class Http2:
         self._updates += _UPDATES_PER_FRAME
         self._handler.opened(stream, head, ends)
 
-    def _read_head(self, block: bytes) -> Http2Head:
-        """The head of a request whose block is not known. Raises: Malformed."""
-        known = self.head_cache
-        values: list[bytes] = []
-        if self._table_is_empty:  # so that a literal changes nothing, however it is indexed
-            pieces, values = cut(block)
-            if values and (maker := known.get(pieces)) is not None:
-                return self._with_values(maker, values)
-        fields = self._decode(block)
-        head = self._handler.read(fields)
-        small = len(block) <= _KNOWN_BLOCK_BYTES and len(fields) <= _KNOWN_FIELDS
-        if self._table_is_empty and small:
-            names = [name for name, _ in fields if name in VARYING]
-            alone = values and names == self._names(pieces)
-            make = head.for_values(fields) if alone else None
-            if make or not head.once:
-                if len(known) >= _KNOWN_BLOCKS:
-                    del known[next(iter(known))]
-                known[pieces if make else block] = [make, names, values, head] if make else head
-        return head
-
-    def _with_values(self, maker: list[Any], values: list[bytes]) -> Http2Head:
-        """The head that `maker` makes for `values`, the latest one if these are equal."""
-        make, names, last_values, _ = maker
-        if values != last_values:
-            # A first byte of 128 and more begins a value in Huffman's code.
-            found = [
-                one[1:] if one[0] < 128 else self._decode(_SOME_NAME + one)[0][1] for one in values
-            ]
-            maker[3] = make(tuple(zip(names, found, strict=True)))
-            maker[2] = values
-        head: Http2Head = maker[3]
-        return head
-
-    def _names(self, pieces: Sequence[bytes]) -> list[bytes]:
-        """Names of the fields whose values were cut out of a block between `pieces`.
-
-        [] if a cut is in the middle of another field. The block needs no table.
-        """
-        try:
-            blocks = [self._decoder.decode(one + b"\0", raw=True) for one in pieces[:-1]]
-        except (HPACKError, IndexError):
-            return []
-        return [list(fields)[-1][0] for fields in blocks]
-
     def _other_headers(self, stream: Stream | None, number: int, ends: bool, block: bytes) -> None:
         """Trailers, or headers where none may be."""
         if not number & 1:
@@ -622,35 +549,21 @@ class Http2:
         if stream is None or not stream.receiving:
             self._check_closed(number)
             self._spend(_USELESS_HEADERS_CREDIT)
-            self._decode(block)  # on its way when the stream was reset
+            self.blocks.decode(block)  # on its way when the stream was reset
             return
-        fields = self._decode(block)
+        fields = self.blocks.decode(block)
         if not ends or stream.left or not all(is_field(*field) for field in fields):
             self._break(stream, ErrorCode.PROTOCOL_ERROR)
             return
         stream.receiving = False
         self._handler.received(stream, b"", True)
 
-    def _decode(self, block: bytes) -> Fields:
-        self._work -= len(block) // _BYTES_OF_WORK
-        most = min(_MOST_HEADER_BYTES, _SMALL_LIST_BYTES + _EXPANSION * len(block))
-        self._decoder.max_header_list_size = most
-        try:
-            if _THREE_UPDATES.match(block):
-                raise HPACKError
-            fields: Fields = list(self._decoder.decode(block, raw=True))
-        except OversizedHeaderListError:
-            reason = f"headers of more than {most} bytes in a block of {len(block)}"
-            raise _too_much(reason) from None
-        except (HPACKError, IndexError) as exc:  # its text may quote the whole block
-            reason = "a header block that cannot be decoded"
-            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, reason) from exc
-        self._table_is_empty = not self._decoder.header_table_size
+    def _decoded(self, fields: Fields, block_bytes: int) -> None:
+        """Count the work of decoding a header block."""
         size = list_bytes(fields)
-        self._work -= size // _BYTES_OF_WORK
+        self._work -= (block_bytes + size) // _BYTES_OF_WORK
         if size > _FREE_LIST_BYTES:
             self._spend(size // _FREE_LIST_BYTES + len(fields) // _FIELDS_OF_A_CREDIT)
-        return fields
 
     def _check_closed(self, number: int) -> None:
         """Raises: ConnectionFault, unless the stream was reset here."""
@@ -687,10 +600,7 @@ class Http2:
                 raise _size_error("an acknowledgement with settings")
             if self._settings_sent:
                 self._settings_sent = 0
-                # The client should announce the empty table. nginx's module for gRPC does not (seen
-                # with 1.22), and never refers to an entry; where one does, decoding fails.
-                self._decoder.max_allowed_table_size = self._decoder.header_table_size = 0
-                self._table_is_empty = True
+                self.blocks.empty_table()
             else:
                 self._spend()
             return

@@ -11,6 +11,11 @@ from typing import TypeAlias
 
 Fields: TypeAlias = Sequence[tuple[bytes, bytes]]
 
+
+class Malformed(Exception):
+    """The header fields of a request break the rules of RFC 9113, 8."""
+
+
 _FIELD_BYTES = 32  # what a field counts beside its name and value
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
 _VALUE = re.compile(rb"[^\0\r\n \t]([^\0\r\n]*[^\0\r\n \t])?|")

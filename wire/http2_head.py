@@ -25,8 +25,8 @@ from wire.head import (
     RequestHead,
     without_frames,
 )
-from wire.http2 import MAX_HEADER_BYTES, Malformed
-from wire.http2_fields import Fields, is_field, is_value, lines_block, list_bytes
+from wire.http2_blocks import MAX_HEADER_BYTES
+from wire.http2_fields import Fields, Malformed, is_field, is_value, lines_block, list_bytes
 from wire.ids import Ids
 
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")

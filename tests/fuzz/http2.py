@@ -49,8 +49,8 @@ from tests.wire.test_http2 import (
 )
 from wire.gate import Gate
 from wire.grpc import Method
-from wire.http2 import MAX_STREAMS, PREFACE, Http2, Malformed, Stream
-from wire.http2_fields import VARYING, Fields
+from wire.http2 import MAX_STREAMS, PREFACE, Http2, Stream
+from wire.http2_fields import VARYING, Fields, Malformed
 from wire.http2_head import Http2Head
 
 _ANSWER_BYTES = 70_000

@@ -25,9 +25,6 @@ from service.process.stopping import Stop
 from service.settings import Settings
 from tests.service_process import PATIENCE_S
 from tests.tasks import submit
-from tests.wire.doors import until
-from wire.budget import Budget
-from wire.server import HttpServer
 from wire.sharing import AT_ONCE
 
 ONE = np.zeros((1, 28, 28), np.uint8)
@@ -258,38 +255,3 @@ def test_all_that_is_stuck_is_answered_and_cut_after_the_same_time(start):
         assert service.wait() == ExitCode.STOPPED
     assert 4 <= service.stopped_after_s() < 8, "8 if one waited after the other"
     assert "Traceback" not in service.log
-
-
-@pytest.mark.parametrize("timeout_s", [0.0, 0.4])
-async def test_http_stops_at_once_when_nothing_runs_however_little_time_it_has(caplog, timeout_s):
-    server = HttpServer(module.HttpService({}, Budget(1 << 20)), timeout_s)
-    server.stop()
-    (listener,) = module.listen("127.0.0.1", 0)
-    await server.serve([listener])
-    assert not caplog.records, "nothing was left to cancel"
-
-
-async def test_the_server_reports_how_many_connections_have_ended():
-    ended = []
-    door = module.HttpService({}, Budget(1 << 20), max_connections=2)
-    server = HttpServer(door, 1.0, closed=ended.append)
-    (listener,) = module.listen("127.0.0.1", 0)
-    module.allow_connections([listener])
-    address = listener.getsockname()
-    serving = asyncio.create_task(server.serve([listener]))
-
-    async def until_ended(number):
-        await until(lambda: ended[-1:] == [number])
-
-    (_, http1), (http2_answers, http2) = [await asyncio.open_connection(*address) for _ in "12"]
-    http2.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-    await http2_answers.readexactly(9)
-    _, refused = await asyncio.open_connection(*address)
-    await until_ended(1)
-    http1.close()
-    await until_ended(2)
-    http2.close()
-    await until_ended(3)
-    refused.close()
-    server.stop()
-    await serving

@@ -32,7 +32,7 @@ from wire.errors import StatusCode
 from wire.gate import Gate
 from wire.grpc import Method, timeout_s_of
 from wire.grpc_status import Status
-from wire.http2 import Malformed
+from wire.http2_fields import Malformed
 from wire.http2_head import Http2Head
 
 MOST = 1_000_000

@@ -20,7 +20,7 @@ from wire.keys import Keys
 def test_few_heads_are_remembered_and_none_with_ids_of_its_own():
     client = Client()
     client.feed(START + ACKED + headers(NO_TABLE + block(path=b"/answer")), 1 << 20)
-    known = client.http2.head_cache
+    known = client.http2.blocks.known
     for stream in range(3, 4003, 2):
         client.feed(get(stream, (b"a", b"%d" % stream), path=b"/answer"), 1 << 20)
         assert known
@@ -39,10 +39,10 @@ CALL = ((b"content-type", b"application/grpc"),)
 def test_a_block_that_sets_the_size_of_the_table_again_is_not_remembered():
     client = Client()
     client.feed(START + headers(NO_TABLE + block(path=b"/answer")), 1 << 20)
-    before = set(client.http2.head_cache)
+    before = set(client.http2.blocks.known)
     client.feed(headers(b"\x3f\xe1\x1f" + block(path=b"/answer"), stream=3), 1 << 20)
     assert client.heard[-1] == "3 end"
-    assert set(client.http2.head_cache) == before
+    assert set(client.http2.blocks.known) == before
 
 
 class Caller(Client):
@@ -98,7 +98,7 @@ def test_heads_that_differ_in_fields_that_vary_are_read_once(coded):
     for value, expected in ((b"1", "grpc-timeout: got '1', expected"), (b" 1S", None)):
         found = client.call((b"x", b"b"), (b"grpc-timeout", value), coded=coded)
         assert [one[:31] for one, _ in found] == ([expected] if expected else [])
-    known = client.http2.head_cache
+    known = client.http2.blocks.known
     assert client.call((b"x", b"b"), (b"grpc-timeout", b"2S"), coded=coded)[0][0] == ("b", 2)
     assert len(known) <= 7
 
