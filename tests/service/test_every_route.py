@@ -315,16 +315,6 @@ def test_the_certificate_is_read_again_on_a_hangup(start, certificates):
         before = now
 
 
-def test_a_worker_that_finds_half_a_certificate_waits_for_the_rest(start, certificates):
-    service = start("--workers", "2", *certificates.flags).ready(2)
-    (certificates.folder / "server.key").write_bytes(b"not yet")
-    os.kill(service.started_workers()[0], signal.SIGKILL)
-    service.wait_for(r"worker \d+: another try in 5 s, others serve")
-    assert ask(service, "GET", "/healthz", context=certificates.context())[0] == 200
-    service.signal()
-    assert service.wait() == ExitCode.STOPPED
-
-
 ORIGIN = "https://digits.example"
 IDS = {
     "X-Request-Id": "one/of-many",

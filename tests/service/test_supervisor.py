@@ -250,6 +250,7 @@ D, MANY = ExitCode.DEVICE, [-9] * 20
         (2, [D] * 20, ExitCode.WORKERS, 2 * (1 + RESTARTS)),
         (2, [ExitCode.WEIGHTS, ExitCode.ADDRESS], ExitCode.WEIGHTS, 2),
         (2, [-9, -9, ExitCode.WEIGHTS, ExitCode.WEIGHTS], ExitCode.WEIGHTS, 4),
+        (2, [-9, None, ExitCode.SETTINGS, ExitCode.ADDRESS], ExitCode.ADDRESS, 4),
     ],
     ids=[
         "a backend that never ran is the end",
@@ -259,13 +260,17 @@ D, MANY = ExitCode.DEVICE, [-9] * 20
         "what two lose together counts once",
         "the first reason is the exit code",
         "a broken file is the end when no worker is left",
+        "half a certificate is read again while others serve",
     ],
 )
 def test_the_end_is_that_of_the_third_death_or_of_one_that_cannot_be_mended(
-    spawned, settings, workers, codes, outcome, started
+    spawned, settings, monkeypatch, workers, codes, outcome, started
 ):
     running = spawned(*codes)
-    assert supervise(settings.model_copy(update={"workers": workers})) is outcome
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.1)
+    monkeypatch.setattr(supervisor, "STOP_LIMIT_S", 0.1)
+    changes = {"workers": workers, "drain_timeout_s": 0.0}
+    assert supervise(settings.model_copy(update=changes)) is outcome
     assert len(running) == started
 
 

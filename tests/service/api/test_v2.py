@@ -101,34 +101,24 @@ async def test_every_form_gives_the_same_answer(served, images, expected):
         assert set(document["parameters"]) == {"queue_us", "compute_us"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "whole", "are_binary"),
-    [
-        ((None, None), None, (False, False)),
-        ((None, None), True, (True, True)),
-        ((True, None), None, (True, False)),
-        ((False, None), True, (False, True)),
-    ],
-)
-async def test_each_output_comes_in_the_form_that_is_asked_for(
-    served, images, expected, flags, whole, are_binary
-):
-    wanted = [
-        {"name": name, **({} if flag is None else {"parameters": {"binary_data": flag}})}
-        for name, flag in zip(("probabilities", "label"), flags, strict=True)
-    ]
-    document = {"inputs": [tensor(images)], "outputs": wanted, "id": "ä-1"}
-    if whole is not None:
-        document["parameters"] = {"binary_data_output": whole}
-    answer = await infer(served, document)
-    found, around = outputs(answer)
-    np.testing.assert_array_equal(found["probabilities"], expected)
-    np.testing.assert_array_equal(found["label"], expected.argmax(axis=1))
-    assert around["id"] == "ä-1"
-    assert tuple("data" not in output for output in around["outputs"]) == are_binary
-    kind = "application/octet-stream" if any(are_binary) else "application/json"
-    assert answer.headers["content-type"] == kind
-    assert (LENGTH in answer.headers) == any(are_binary)
+async def test_each_output_comes_in_the_form_that_is_asked_for(served, images, expected):
+    for own, whole, are_binary in (
+        ({}, {}, (False, False)),
+        ({}, {"binary_data_output": True}, (True, True)),
+        ({"binary_data": True}, {}, (True, False)),
+        ({"binary_data": False}, {"binary_data_output": True}, (False, True)),
+    ):
+        wanted = [{"name": "probabilities", "parameters": own}, {"name": "label"}]
+        document = {"inputs": [tensor(images)], "outputs": wanted, "id": "ä-1"}
+        answer = await infer(served, {**document, "parameters": whole})
+        found, around = outputs(answer)
+        np.testing.assert_array_equal(found["probabilities"], expected)
+        np.testing.assert_array_equal(found["label"], expected.argmax(axis=1))
+        assert around["id"] == "ä-1"
+        assert tuple("data" not in output for output in around["outputs"]) == are_binary
+        kind = "application/octet-stream" if any(are_binary) else "application/json"
+        assert answer.headers["content-type"] == kind
+        assert (LENGTH in answer.headers) == any(are_binary)
 
 
 async def test_a_model_without_a_name_is_404(served):
