@@ -235,6 +235,30 @@ def test_no_device_gets_a_second_batch_while_another_is_idle(run_virtually, size
     run_virtually(main)
 
 
+@pytest.mark.parametrize("released", [False, True])
+async def test_a_worker_is_free_again_when_whoever_waited_for_it_gave_up(stage, released):
+    async with opened(stage.pool(1)) as pool:
+        worker = pool.acquire()
+
+        async def claim():
+            async with pool.claimed(worker):
+                raise AssertionError
+
+        claiming = asyncio.create_task(claim())
+        await asyncio.sleep(0)
+        if released:
+            pool.release(worker)
+        claiming.cancel()
+        if not released:
+            pool.release(worker)
+        with pytest.raises(asyncio.CancelledError):
+            await claiming
+        assert pool.acquire() is worker
+        pool.release(worker)
+        async with pool.claimed(worker):
+            assert pool.busy == 1
+
+
 # Opening and closing
 
 
