@@ -146,7 +146,7 @@ class Request(Work):
         self._served: Batcher | None = None
 
     def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
-        """Answer with `content`, of which `rest` is what follows its `body`."""
+        """Answer with `content`; if `rest` is not empty, its pieces are the body."""
         raise NotImplementedError
 
     def reply_error(self, error: Refusal) -> None:
@@ -374,11 +374,15 @@ class Request(Work):
             now_s - began_s,
             now_s - self._started_s,
         )
+        self.done = True
+        try:
+            self.reply(content, rest, times_s)
+        except Exception:
+            self.done = False  # `_crash` ends it
+            raise
         requests.count(requests.protocol, self._model, times_s)
         if nvtx.active:
             nvtx.end(self._range)
-        self.done = True
-        self.reply(content, rest, times_s)
         if requests.traces is not None:
             cut_s = self.arrived_s + queue_s
             steps_s = (

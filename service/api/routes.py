@@ -94,8 +94,11 @@ class ImageRoute:
                 "send the body uncompressed",
                 field="content-encoding",
             )
-        length = int(headers["content-length"]) if "content-length" in headers else None
-        if length is not None and length > self.requests.max_body_bytes:
+        if (text := headers.get("content-length")) is None:
+            return None
+        if not re.fullmatch("[0-9]{1,20}", text):
+            raise invalid("content-length", shown(text), "the length of the body in bytes")
+        if (length := int(text)) > self.requests.max_body_bytes:
             raise self.requests.too_large("body", f"{length} bytes")
         return length
 
@@ -175,8 +178,8 @@ def read_tensorflow(
     return TensorflowForm(limits.max_images), path["model"], path.get("version", "")
 
 
-def weights(header: str) -> dict[str, float]:
-    """The choices of `Accept` or `Accept-Encoding` with their weights: RFC 9110, 12.4.2."""
+def _qualities(header: str) -> dict[str, float]:
+    """The choices of `Accept` or `Accept-Encoding` with their quality, 0 to 1: RFC 9110, 12.4.2."""
     found: dict[str, float] = {}
     if header.count(",") + header.count(";") > _MAX_SEPARATORS:
         return found
@@ -184,8 +187,8 @@ def weights(header: str) -> dict[str, float]:
         choice, *parameters = (part.strip() for part in item.split(";"))
         found[choice] = 1.0
         for parameter in parameters:
-            if weight := re.fullmatch(r"q=(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)", parameter):
-                found[choice] = float(weight[1])
+            if quality := re.fullmatch(r"q=(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)", parameter):
+                found[choice] = float(quality[1])
     return found
 
 
@@ -193,7 +196,7 @@ def prefers(kind: str, accept: str) -> bool:
     """Whether `accept` prefers `kind` to JSON (RFC 9110, 12.5.1); JSON where both are as good."""
     if kind not in accept.lower():
         return False
-    ranges = weights(accept)
+    ranges = _qualities(accept)
 
     def quality(wanted: str) -> float:
         matching = (wanted, wanted.partition("/")[0] + "/*", "*/*")
@@ -204,9 +207,9 @@ def prefers(kind: str, accept: str) -> bool:
 
 def takes_gzip(accept_encoding: str) -> bool:
     """Whether gzip may be sent, and is preferred to no coding: RFC 9110, 12.5.3."""
-    codings = weights(accept_encoding)
-    weight = codings.get("gzip", codings.get("*", 0.0))
-    return 0 < weight >= codings.get("identity", 0.0)
+    codings = _qualities(accept_encoding)
+    quality = codings.get("gzip", codings.get("*", 0.0))
+    return quality > 0 and quality >= codings.get("identity", 0.0)
 
 
 def parameters_of(query: bytes, expected: Sequence[str]) -> dict[str, str]:

@@ -321,7 +321,7 @@ async def test_a_batch_that_fails_is_an_error_without_its_cause(opened, door, de
 
 BUGS = {
     (Batcher, "enqueue"): "internal",
-    (Request, "_end_written"): "internal",
+    (Request, "reply"): "internal",
     (Batcher, "_deliver"): "inference_failed",
     (Metrics, "batch_ended"): "ok",
     (BusyPoll, "extend"): "ok",
@@ -338,7 +338,9 @@ async def test_a_bug_is_logged_with_the_id_of_its_request_and_hidden(
 
     async with opened(busy_poll_us=100) as service:
         with monkeypatch.context() as patch:
-            patch.setattr(*place, fail)
+            owner, name = place
+            for kind in (owner, *owner.__subclasses__()):
+                patch.setattr(kind, name, fail)
             outcome = await service.ask(Ask(headers=IDS))
         if code == "ok":
             assert outcome.version == "3"

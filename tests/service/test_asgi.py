@@ -129,7 +129,7 @@ async def call(app, receive, path="/predict", length=784):
 
     headers = [
         (b"content-type", b"application/octet-stream"),
-        (b"content-length", b"%d" % length),
+        (b"content-length", str(length).encode()),
         (b"authorization", b"Bearer an-administrators-key"),
     ]
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
@@ -170,6 +170,19 @@ async def test_a_middleware_that_sends_empty_pieces_for_ever_gets_an_error(opene
     start, body = await call(opened.asgi, receive, path)
     assert start["status"] == 400
     assert b"body: got 1001 empty pieces, expected at most 1000" in body["body"]
+
+
+@pytest.mark.parametrize("length", ["abc", "+784", "7_84", "", "1" * 21])
+async def test_a_length_that_is_no_number_is_refused_whatever_the_server_lets_through(
+    opened, length
+):
+    start, body = await call(opened.asgi, None, length=length)
+    error = json.loads(body["body"])["error"]
+    assert (start["status"], error["code"], error["field"]) == (
+        *(400, "invalid_input", "content-length"),
+    )
+    words = f"content-length: got {length!r}, expected the length of the body in bytes"
+    assert error["message"] == words
 
 
 @pytest.mark.parametrize("words", [DRAINED, None], ids=["uvicorn", "another"])
