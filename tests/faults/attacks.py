@@ -23,15 +23,15 @@ from tests.faults.checks import cpu_s, decoding, samples, serving, total
 from tests.faults.clients import (
     ACCEPT,
     JSON,
-    NPY,
-    RAW,
     Known,
     chunked,
     infer_request,
     request,
 )
+from tests.fuzz.target import mutated
 from tests.pictures import FORM, long_form
 from tests.service_process import PATIENCE_S
+from tests.wire.test_http1 import ROWS
 
 PNG = b"image/png"
 MIB = 1 << 20
@@ -63,37 +63,7 @@ async def _refused(known, status, data):
         assert answer.status == status, (data[:100], answer)
 
 
-CHUNKS = (b"Content-Type: " + RAW, b"Transfer-Encoding: chunked")
 ONE = bytes(784)
-REFUSED = {
-    "NaN": (400, request(b'{"images": [NaN]}', kind=JSON)),
-    "deep JSON": (400, request(b'{"images":' + b"[" * 50_000 + b"]" * 50_000, kind=JSON)),
-    "many numbers": (400, request(b'{"images":[' + b"0," * 100_000 + b"0]}", kind=JSON)),
-    "long string": (400, request(b'{"images":"' + b"a" * 200_000 + b'"}', kind=JSON)),
-    "a byte too many": (400, request(bytes(785))),
-    "cut npy": (400, request(b"\x93NUMPY\x01\x00" + bytes(300), kind=NPY)),
-    "no PNG": (400, request(b"\x89PNG\r\n\x1a\n" + bytes(300), kind=PNG)),
-    "timeout": (400, request(ONE, b"X-Request-Timeout-Ms: soon")),
-    "parameter": (400, request(ONE, path=b"/predict?network=lenet")),
-    "no host": (400, b"GET /healthz HTTP/1.1\r\n\r\n"),
-    "two hosts": (400, b"GET /healthz HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"),
-    "TLS": (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"),
-    "chunk size": (400, request(None, *CHUNKS) + b"zz\r\n"),
-    "model": (404, request(ONE, path=b"/predict?model=vgg")),
-    "path": (404, request(None, method=b"GET", path=b"/admin")),
-    "method": (405, request(None, method=b"DELETE", path=b"/healthz")),
-    "a terabyte": (413, request(b"", length=1 << 40)),
-    "type": (415, request(ONE, kind=b"text/html")),
-    "type in a trailer": (
-        415,
-        request(None, CHUNKS[1]) + b"310\r\n%b\r\n0\r\nContent-Type: %b\r\n\r\n" % (ONE, RAW),
-    ),
-    "compressed": (415, request(ONE, b"Content-Encoding: gzip")),
-    "long header": (431, b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 70_000),
-    "coding": (501, request(None, b"Transfer-Encoding: gzip", CHUNKS[0])),
-}
-"""Status and bytes."""
-
 LARGE_JSON = {
     "100,000 lists": (400, lambda: b'{"images":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "a million keys": (
@@ -146,40 +116,14 @@ async def wrong_calls(known):
     await _calls(known, ("NOT_FOUND",), infer_request(image, model="vgg"))
 
 
-METHODS = (b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"OPTIONS")
-PATHS = (b"/", b"/predict", b"/healthz", b"/readyz", b"/metrics", b"/info", b"/docs", b"/x")
-VALID = (
-    *(data[:2000] for _, data in REFUSED.values()),
-    *4 * (request(ONE, ACCEPT), chunked(b"310\r\n" + ONE + b"\r\n0\r\nX: y\r\n\r\n")),
-    *(request(method=method, path=path) for method in METHODS for path in PATHS),
-)
-INSERTED = (b"\r\n", b"\n", b"\x00", b": ", b"Content-Length: 9\r\n", b" ", b"0\r\n\r\n")
-
-
-def _mangled(random_):
-    """Random bytes, or a request that is cut, mangled or repeated."""
-    data, kind = bytearray(random_.choice(VALID)), random_.randrange(6)
-    if kind == 0:
-        return random_.randbytes(random_.randrange(1, 400))
-    if kind == 1:
-        return bytes(data[: random_.randrange(1, len(data))])
-    for _ in range(random_.randrange(1, 8)):
-        place = random_.randrange(min(len(data) + 1, 300))
-        if kind == 2:
-            data[place : place + 1] = random_.randbytes(1)
-        elif kind == 3:
-            del data[place : place + random_.randrange(1, 30)]
-        elif kind == 4:
-            data[place:place] = random_.choice(INSERTED)
-        else:
-            data += random_.choice(VALID)
-    return bytes(data)
+REQUESTS = [data.replace(b" /fast ", b" /predict ") for data, _ in ROWS.values()]
 
 
 async def mangled(known, cases=20):
-    """Answers with a 4xx, or the end of the connection."""
+    """Those of wire's table, mangled as by the fuzzer: a 4xx, or the end of the connection."""
     for _ in range(cases):
-        data, received = _mangled(known.random), b""
+        data = mutated(known.random.choice(REQUESTS), known.random, 4000, REQUESTS)
+        received = b""
         async with await known.connect() as connection, asyncio.timeout(PATIENCE_S):
             with contextlib.suppress(ConnectionError):
                 connection.writer.write(data)
@@ -443,7 +387,6 @@ DOCUMENT = request(method=b"GET", path=b"/openapi.json")
 TOO_LARGE, UNSUPPORTED = {"http too_large": 1}, {"http unsupported_media_type": 1}
 MOVED = {413: TOO_LARGE, 415: UNSUPPORTED}
 SHORT = {
-    **{name: partial(_refused, status=one[0], data=one[1]) for name, one in REFUSED.items()},
     "wrong calls": wrong_calls,
     "mangled requests": mangled,
     "pipelined": partial(pipelined, count=20, size=5),

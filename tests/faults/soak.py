@@ -3,7 +3,6 @@
 `make soak` runs it for ten minutes. Each answer is compared with what the version that it names
 answers to the same images; each error with what the client did. At the end it prints how memory,
 descriptors and threads grew, and exits with 1 if anything was not as it has to be.
-`--overload SECONDS` offers three times what the service can do instead.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ from tests.faults.clients import (
     message,
     request,
 )
-from tests.faults.overload import overload
 from tests.pictures import FORM, encoded, form
 from tests.service_process import PATIENCE_S, Service
 
@@ -377,12 +375,6 @@ def main():
         help="largest difference of a probability; on a GPU in fp16 give 0.005",
     )
     parser.add_argument(
-        "--overload",
-        type=seconds,
-        metavar="SECONDS",
-        help="instead: three times capacity for so long, for each size, closed and open loop",
-    )
-    parser.add_argument(
         "service", nargs="*", help="arguments of the service, behind --, as -- --device cuda"
     )
     options = parser.parse_args()
@@ -391,8 +383,6 @@ def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if options.overload is not None:
-            return overload(folder, options.overload, options.seed, options.service)
         shutil.copytree(WEIGHTS / "lenet", folder / "weights" / "lenet")
         arguments = ["--port", "0", "--grpc-port", "0", "--workers", str(options.workers)]
         service = Service([*arguments, *options.service], folder)

@@ -38,11 +38,6 @@ def test_nothing_is_wrong_when_workers_are_killed():
     assert "2 kills" in table
 
 
-@pytest.mark.long
-def test_nothing_is_wrong_at_three_times_capacity():
-    run("--overload", "20s")
-
-
 def test_a_slope_is_found_within_its_margin_and_none_where_there_is_none():
     at = np.linspace(0, 2, 400)
     noise = np.random.default_rng(0).normal(0, 1, at.size)
