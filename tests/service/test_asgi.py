@@ -207,7 +207,7 @@ async def test_a_request_that_is_cancelled_is_sent_elsewhere_only_at_the_end_of_
         assert start["status"] == 503
         assert (b"retry-after", b"1") in start["headers"]
         assert b"the service stopped before the answer; send this to another" in body["body"]
-    assert len(opened.models.get()._queue) == 0
+    assert opened.models.get()._queue.requests == 0
 
 
 def test_header_lines_of_one_name_stay_apart_in_a_response():
@@ -268,8 +268,8 @@ async def test_a_deadline_and_a_cancelled_task_take_the_images_out_of_the_queue(
         await opened.predict(one, timeout_s=0.02)
     task = asyncio.create_task(opened.predict(one))
     await asyncio.sleep(0)
-    assert len(opened.models.get()._queue) == 1
+    assert opened.models.get()._queue.requests == 1
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(opened.models.get()._queue) == 0
+    assert opened.models.get()._queue.requests == 0
