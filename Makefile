@@ -6,8 +6,9 @@ ARGS ?=
 LONG_MODULE := 500
 PROTOS := service/forms/open_inference service/api/health service/api/reflection lenet/onnx_subset
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I.
-# Some tests wait: three at a time keep two cores busy.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10
+# Some tests wait: three at a time keep two cores busy. Without bytecode on disk each of them, and each
+# service that a test starts, would compile every module anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10
 QUICK := -m 'not process and not long'
 ABOUT_TESTS := This takes about 90 seconds on two idle cores. Tests that start a service, a browser \
   or a training run are left out: make test-all. Tests that need a GPU, MNIST or a program that is \
