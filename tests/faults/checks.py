@@ -62,14 +62,23 @@ def until(condition):
 
 def serving(service):
     """Process ids."""
-    workers = [pid for pid in service.started_workers() if Path(f"/proc/{pid}").exists()]
+    workers = [pid for pid in service.started_workers() if not has_ended(pid)]
     return workers or [service.process.pid]
 
 
+def _read(*files):
+    """What is in these files of /proc, "" where a process has ended."""
+    for file in files:
+        try:
+            yield Path("/proc", file).read_text()
+        except OSError:
+            yield ""
+
+
 def resident_bytes(*pids):
-    """RSS of these processes."""
-    files = (Path(f"/proc/{pid}/status").read_text() for pid in pids)
-    return sum(int(re.search(r"VmRSS:\s+(\d+)", text)[1]) << 10 for text in files)
+    """RSS of these processes; one that has ended has none."""
+    found = (re.search(r"VmRSS:\s+(\d+)", text) for text in _read(*(f"{n}/status" for n in pids)))
+    return sum(int(one[1]) << 10 for one in found if one)
 
 
 def loop_s(service):
@@ -80,8 +89,8 @@ def loop_s(service):
 
 def cpu_s(*pids):
     """CPU seconds that these processes have taken, and their children that have ended."""
-    files = (Path(f"/proc/{pid}/stat") for pid in pids)
-    fields = (file.read_text().rpartition(")")[2].split()[11:15] for file in files)
+    texts = filter(None, _read(*(f"{pid}/stat" for pid in pids)))
+    fields = (text.rpartition(")")[2].split()[11:15] for text in texts)
     return sum(int(ticks) for own in fields for ticks in own) / os.sysconf("SC_CLK_TCK")
 
 
@@ -91,22 +100,16 @@ def descriptors(*pids):
 
 def decoding(service):
     """Process ids of the decoding processes."""
-    children = (Path(f"/proc/{pid}/task/{pid}/children") for pid in serving(service))
-    found = (pid for file in children for pid in file.read_text().split())
-    return [int(pid) for pid in found if b"decoding_process" in _command(pid)]
-
-
-def _command(pid):
-    with contextlib.suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
+    children = " ".join(_read(*(f"{pid}/task/{pid}/children" for pid in serving(service)))).split()
+    commands = _read(*(f"{pid}/cmdline" for pid in children))
+    found = zip(children, commands, strict=True)
+    return [int(pid) for pid, command in found if "decoding_process" in command]
 
 
 def has_ended(pid):
-    """Whether its parent would find that it has ended: its command line goes before that."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    return True
+    """Whether it has ended, though its parent may not have asked: its command line goes before."""
+    (text,) = _read(f"{pid}/stat")
+    return not text or text.rpartition(")")[2].split()[0] in "ZX"
 
 
 def samples(service):

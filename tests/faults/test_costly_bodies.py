@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.documented import documented
-from tests.faults.checks import cpu_s, decoding, samples, total, until
+from tests.faults.checks import cpu_s, decoding, has_ended, samples, total, until
 from tests.faults.clients import opened, request
 from tests.pictures import FORM, PNG, encoded, long_form, seven
 from tests.service_process import PATIENCE_S
@@ -61,7 +61,7 @@ def test_decoders_end_in_time_when_the_service_stops_or_is_killed(start, number)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
-        return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        return all(map(has_ended, pids))
 
     with contextlib.ExitStack() as stack:
         assert post(service, seven(), PNG)[0] == 200

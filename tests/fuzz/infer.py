@@ -20,8 +20,8 @@ from service.forms.tensors import (
     OUTPUTS,
 )
 from tests.fuzz.bodies import check_error, check_images, has_surrogate, leaves, nested
-from tests.fuzz.rpc import MAX_IMAGES, Tensor, changed, plain_images
-from tests.fuzz.target import Finding, MutateBytes, Target
+from tests.fuzz.rpc import MAX_IMAGES, VALUES, Tensor, plain_images
+from tests.fuzz.target import Finding, MutateBytes, Target, changed_json
 
 _LARGEST_INTEGER = 2**53
 _UNCHECKED_BYTES = 64 * 1024
@@ -61,7 +61,7 @@ class InferBodyTarget(Target):
         if rest and rng.random() < 0.2:
             return b"%s\n%s%s" % (line, text, mutate(rest))
         try:
-            document = changed(json.loads(text), rng)
+            document = changed_json(json.loads(text), rng, VALUES)
         except (ValueError, RecursionError):
             return mutate(data)
         text = json.dumps(document).encode()

@@ -78,26 +78,12 @@ def plain_images(tensors: Sequence[Tensor]) -> Images | None:
     return np.array([int(value) for value in data], np.uint8).reshape(rows, 28, 28)
 
 
-def changed(value: Any, rng: random.Random) -> Any:
-    """`value` with one change somewhere in it."""
-    if isinstance(value, dict) and value:
-        key = rng.choice(list(value))
-        if rng.random() < 0.05:
-            return {name: content for name, content in value.items() if name != key}
-        return {**value, key: changed(value[key], rng)}
-    if isinstance(value, list) and value and rng.random() < 0.9:
-        at = rng.randrange(len(value))
-        if rng.random() < 0.2:
-            return value[:at] + value[at + 1 :]
-        if rng.random() < 0.2:
-            return value[:at] + [value[at]] * 2 + value[at + 1 :]
-        return [*value[:at], changed(value[at], rng), *value[at + 1 :]]
-    return rng.choice((*_NUMBERS, *_TEXTS, *_OTHERS, [value]))
-
-
-_NUMBERS = (0, 1, 2, 8, 9, 28, 784, 785, 255, 256, -1, 2**31, 2**63 - 1, 2**63, 10**400, 0.5, 28.0)
-_TEXTS = ("", "image", "label", "probabilities", "UINT8", "FP32", "INT64", "00", "ff", "0000c07f")
-_OTHERS = (True, None, "0000803f", math.nan, math.inf, -0.0, [], [28, 28], [1, 784])
+VALUES = (
+    *(0, 1, 2, 8, 9, 28, 784, 785, 255, 256, -1, 2**31, 2**63 - 1, 2**63, 10**400, 0.5, 28.0),
+    *("", "image", "label", "probabilities", "UINT8", "FP32", "INT64", "00", "ff", "0000c07f"),
+    *(True, None, "0000803f", math.nan, math.inf, -0.0, [], [28, 28], [1, 784]),
+)
+"""What JSON is changed to."""
 
 
 # Messages

@@ -15,8 +15,8 @@ from service.errors import InvalidInput, TooLarge
 from service.forms.tensorflow import read_tensorflow_body
 from tests.fuzz.bodies import check_images, leaves, nested
 from tests.fuzz.infer import Refused, check_refusal, loaded, must
-from tests.fuzz.rpc import MAX_IMAGES, changed
-from tests.fuzz.target import Finding, MutateBytes, Target
+from tests.fuzz.rpc import MAX_IMAGES, VALUES
+from tests.fuzz.target import Finding, MutateBytes, Target, changed_json
 
 _FLOAT = re.compile(rb"\.|[0-9][eE]")
 
@@ -43,7 +43,7 @@ class TensorflowBodyTarget(Target):
         if rng.random() < 0.3:
             return mutate(data)
         try:
-            return json.dumps(changed(json.loads(data), rng)).encode()
+            return json.dumps(changed_json(json.loads(data), rng, VALUES)).encode()
         except (ValueError, RecursionError):
             return mutate(data)
 
