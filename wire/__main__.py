@@ -76,8 +76,11 @@ def _cause(failed: Mapping[str, Any]) -> str:
     return message.splitlines()[-1] if "Traceback (most recent call last)" in message else message
 
 
-async def serve(app: Application, options: argparse.Namespace, stop: asyncio.Event) -> None:
-    """Serve until `stop`. Raises: CannotListen, InvalidCertificate."""
+async def serve(app: Application, options: argparse.Namespace) -> None:
+    """Serve until SIGTERM or SIGINT. Raises: CannotListen, InvalidCertificate."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     certificate = None
     if options.tls_certificate:
         files = CertificateFiles(options.tls_certificate, options.tls_key)
@@ -94,13 +97,6 @@ async def serve(app: Application, options: argparse.Namespace, stop: asyncio.Eve
         await stop.wait()
         server.stop()
         await serving
-
-
-async def _until_signal(app: Application, options: argparse.Namespace) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(app, options, stop)
 
 
 def _application(name: str) -> Application:
@@ -138,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, "")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        uvloop.run(_until_signal(_application(options.app), options))
+        uvloop.run(serve(_application(options.app), options))
     except (ImportError, CannotListen, InvalidCertificate, RuntimeError) as exc:
         _log.error("%s", exc)
         return 1

@@ -224,7 +224,7 @@ class Http2:
         self._credit = _CREDIT
         self._reset: dict[int, bool] = {}
         """Streams that were reset lately; whether by the client."""
-        self._settings_sent = 1
+        self._settings_acknowledged = False
         settings = (
             (TABLE_SIZE, 0),
             (STREAMS, MAX_STREAMS),
@@ -598,11 +598,10 @@ class Http2:
         if flags & ACK:
             if payload:
                 raise _size_error("an acknowledgement with settings")
-            if self._settings_sent:
-                self._settings_sent = 0
-                self.blocks.empty_table()
-            else:
+            if self._settings_acknowledged:
                 self._spend()
+            self._settings_acknowledged = True
+            self.blocks.empty_table()
             return
         if len(payload) % 6:
             raise _size_error("SETTINGS of a length that 6 does not divide")

@@ -40,15 +40,6 @@ def test_large_bodies_leave_a_quarter_to_small_ones():
     assert budget.held_bytes == 3 * MIB + SMALL_BYTES
 
 
-def test_small_bodies_are_refused_when_all_is_held():
-    budget = Budget(4 * MIB)
-    budget.add(4 * MIB)
-    with pytest.raises(Overloaded):
-        budget.hold(784, 784)
-    budget.release(784)
-    budget.hold(784, 784)
-
-
 @pytest.mark.states(
     "limits",
     "bytes of all bodies being received or decoded and of answers waiting to be sent",

@@ -53,13 +53,6 @@ def test_the_connection_with_the_most_that_wait_gives_way_first():
     assert len(streams) == 10
 
 
-def test_a_request_is_refused_where_no_other_waits():
-    streams = places(1)
-    (only,) = opened(streams, Connection(streams))
-    only.waits = False
-    assert not add(streams, Request(only.writer))
-
-
 def test_many_requests_are_looked_at_once_for_a_part_of_them():
     looks = []
     streams = OpenStreams(6400, lambda request: looks.append(request) or request.waits)
