@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from service.engine.queue import BatchQueue, Work
 from service.errors import Overloaded
@@ -189,5 +196,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
             assert item.gone == list(range(item.request.cut_rows)), "lost, doubled or reordered"
 
 
-TestQueueAgainstModel = QueueAgainstModel.TestCase
-TestQueueAgainstModel.settings = settings(max_examples=150, stateful_step_count=40)
+def test_the_queue_cuts_as_its_model_does():
+    run_state_machine_as_test(
+        QueueAgainstModel, settings=settings(max_examples=150, stateful_step_count=40)
+    )
