@@ -276,8 +276,8 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _split_lists(cls, values: dict[str, object]) -> dict[str, object]:
-        devices, models = values.get("devices"), values.get("models")
-        for name in ("api_keys", "admin_keys", "cors_origins"):
+        devices = values.get("devices")
+        for name in ("models", "api_keys", "admin_keys", "cors_origins"):
             if isinstance(text := values.get(name), str):
                 found = tuple(filter(None, map(str.strip, text.split(","))))
                 if name == "api_keys" and not found:
@@ -293,9 +293,6 @@ class Settings(BaseSettings):
         if isinstance(devices, str):
             numbers = () if devices == "all" else tuple(devices.split(","))
             values = {**values, "devices": numbers}
-        if isinstance(models, str):
-            names = tuple(name.strip() for name in models.split(",") if name.strip())
-            values = {**values, "models": names}
         return values
 
     @model_validator(mode="after")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import orjson
 
 from wire.answer import JSON, Answer, headers_of
-from wire.errors import INTERNAL, Refusal
+from wire.errors import Refusal
 from wire.grpc_status import Status
 from wire.grpc_status import status_of as transport_status_of
-
-_log = logging.getLogger(__name__)
 
 
 def plain_error_answer(error: Refusal) -> Answer:
@@ -31,9 +27,3 @@ def status_of(error: Refusal) -> Status:
         field = error.field.encode("unicode_escape").decode()  # it may quote the client
         metadata.append(("lenet-error-field", field))
     return transport_status_of(error, metadata)
-
-
-def internal_error(error: Exception) -> Status:
-    """Log an unexpected error, and hide it from the client."""
-    _log.error("a gRPC call failed", exc_info=error)
-    return status_of(Refusal(INTERNAL))

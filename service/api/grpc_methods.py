@@ -10,6 +10,7 @@ many images are INVALID_ARGUMENT as in Triton, because a retry would not help.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, replace
@@ -21,7 +22,7 @@ from google.protobuf.descriptor_pool import Default
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 
-from service.api.errors import internal_error, status_of
+from service.api.errors import status_of
 from service.api.grpc_infer import SERVICE, infer_methods
 from service.api.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from service.api.open_inference import GRPC_EXTENSIONS, OpenInference
@@ -30,10 +31,12 @@ from service.engine.models import Models
 from service.errors import DeadlineExceeded, InvalidInput, UnknownModel, invalid, shown
 from service.forms import open_inference_pb2 as pb
 from service.request import Requests
-from wire.errors import BodyTimeout, Refusal
+from wire.errors import INTERNAL, BodyTimeout, Refusal
 from wire.grpc import GrpcStream, Method, timeout_s_of
 from wire.head import FastCall
 from wire.keys import Keys
+
+_log = logging.getLogger(__name__)
 
 _HEALTH = "grpc.health.v1.Health"
 _REFLECTION = "grpc.reflection.v1.ServerReflection"
@@ -314,11 +317,12 @@ class _SmallCall:
                 await (self._answer_all() if self._is_stream else self._answer_one())
         except Refusal as exc:
             self._exchange.end(status_of(exc))
-        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
             if limit.expired():
                 self._exchange.end(status_of(self._late()))
             else:
-                self._exchange.end(internal_error(exc))
+                _log.exception("a gRPC call failed")
+                self._exchange.end(status_of(Refusal(INTERNAL)))
 
     async def _answer_one(self) -> None:
         found = self._answer(await self._requests.get())

@@ -33,7 +33,7 @@ from service.forms.form import (
     Decoded,
     RequestedOutput,
 )
-from service.forms.pixel_json import check_count, json_object, lengths
+from service.forms.pixel_json import check_containers, check_count, json_object, lengths
 from service.forms.tensors import (
     INPUT,
     MAX_ID_CHARACTERS,
@@ -51,9 +51,8 @@ from service.pictures.headers import Between, recognise
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
 
-_UNCHECKED_BYTES = 64 * 1024
 _MAX_OBJECTS = 64
-"""Inputs, outputs and their parameters in JSON larger than `_UNCHECKED_BYTES`."""
+"""Maximum number of inputs, outputs and their parameters in a large document."""
 
 _MOST_US = 2**53
 _MOST_JSON_BYTES = 8 * 1024 * 1024
@@ -249,13 +248,7 @@ def json_document(text: bytes, form: str, objects: int, lists: int) -> dict[str,
             "images at a time, or bytes to /predict or /v2",
             field="body",
         )
-    if len(text) > _UNCHECKED_BYTES:
-        # orjson holds the interpreter lock while it builds them all.
-        if text.count(b"{") > objects:
-            raise invalid("body", f"more than {objects} objects", f"{form} with images in bounds")
-        if text.count(b"[") > lists:
-            message = f"body: got more than {lists} lists, the most that the images may have"
-            raise TooLarge(message, field="body")
+    check_containers(text, form, objects, lists)
     return json_object(text, form)
 
 

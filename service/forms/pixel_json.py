@@ -26,8 +26,8 @@ _MOST_LENGTHS = 5
 _UNCHECKED_BYTES = 64 * 1024
 """A smaller body is cheap to parse whatever it contains."""
 
-_ROW_BYTES = 50
-"""A row of 28 numbers has 57 bytes at least."""
+_LIST_BYTES = 50
+"""A row of 28 numbers has 57 bytes at least, and an image of 28 rows 29 lists."""
 
 _SLICE_BYTES = 256 * 1024
 _SPACE = rb"[ \t\r\n]*"
@@ -66,8 +66,7 @@ def json_images(body: bytes, max_images: int) -> Images:
 
     Raises: InvalidInput, TooLarge.
     """
-    if len(body) > _UNCHECKED_BYTES:
-        _check_containers(body, max_images)
+    check_containers(body, _FORM, 1, _most_lists(body, max_images))
     document = json_object(body, _FORM)
     if len(document) != 1 or "images" not in document:
         for key in document:
@@ -104,7 +103,7 @@ def sliced_json_images(body: bytes, max_images: int, between: Between) -> Images
     end = _LIST_END.search(body, max(0, body.rfind(b"]")))
     if len(body) <= _SLICE_BYTES or begin is None or end is None:
         return json_images(body, max_images)
-    _check_containers(body, max_images)
+    check_containers(body, _FORM, 1, _most_lists(body, max_images))
     booleans = _has_booleans(body)
     contents: list[bytes] = []
     count, at = 0, begin.end()
@@ -231,25 +230,24 @@ def check_count(count: int, field: str, max_images: int) -> None:
         raise TooLarge(message, field=field)
 
 
-def _check_containers(body: bytes, max_images: int) -> None:
-    """Count lists and objects before orjson builds them all.
+def check_containers(body: bytes, form: str, most_objects: int, most_lists: int) -> None:
+    """Count objects and lists of a document like `form` before orjson builds them all.
 
     It holds the interpreter lock meanwhile; 32 MB of empty lists took 1 GB and 2 s.
+
+    Raises: InvalidInput, TooLarge.
     """
-    if body.count(b"{") > 1:
-        raise invalid("body", "an object within an object", 'one object, {"images": [...]}')
-    lists = check_lists(body, "body")
-    if lists > 1 + (1 + HEIGHT) * max_images:
-        message = f"body: got more lists than {max_images} images have, the most in a request"
+    if len(body) <= _UNCHECKED_BYTES:
+        return
+    if (objects := body.count(b"{")) > most_objects:
+        raise invalid("body", f"{objects} objects", f"at most {most_objects}, {form}")
+    if (lists := body.count(b"[")) > most_lists:
+        message = f"body: got {lists} lists, expected at most {most_lists}, enough for the images"
         raise TooLarge(message, field="body")
 
 
-def check_lists(body: bytes, field: str) -> int:
-    """The lists that `body` begins, not more than it has room for. Raises: InvalidInput."""
-    lists = body.count(b"[")
-    if lists * _ROW_BYTES > max(len(body), _UNCHECKED_BYTES):
-        raise invalid(field, f"{lists} lists in {len(body)} bytes", f"images, each {_SHAPES}")
-    return lists
+def _most_lists(body: bytes, max_images: int) -> int:
+    return min(len(body) // _LIST_BYTES, 1 + (1 + HEIGHT) * max_images)
 
 
 def _is_one_image(images: list[object]) -> bool:

@@ -68,11 +68,12 @@ class TensorflowForm:
         """Decode small bodies. Each list takes time, and with a channel axis each number is one."""
         if len(body) > _NOW_BYTES or bytes(body).count(b"[") > _NOW_LISTS:
             return None
-        return self._decode(body)
+        return self.decode(body)
 
-    def decode(self, body: bytes, between: Between) -> Decoded:
+    def decode(self, body: Body, between: Between | None = None) -> Decoded:
         """Decode any body."""
-        return self._decode(body)
+        images, by_column = read_tensorflow_body(body, self.max_images)
+        return Decoded(images, _BY_COLUMN if by_column else NOTHING)
 
     @span("encode")
     def write(self, asked: Asked, answered: Answered) -> Content:
@@ -83,10 +84,6 @@ class TensorflowForm:
         if answered.rows > WRITTEN_ROWS:
             return Content(JSON, steps=steps)
         return Content(JSON, b"".join(steps))
-
-    def _decode(self, body: Body) -> Decoded:
-        images, by_column = read_tensorflow_body(body, self.max_images)
-        return Decoded(images, _BY_COLUMN if by_column else NOTHING)
 
 
 @span("decode")
