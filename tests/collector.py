@@ -1,8 +1,12 @@
-"""A collector of OpenTelemetry in the process of a test: it keeps the spans that come."""
+"""A collector of OpenTelemetry in the process of a test: it keeps the spans that come.
+
+As a program it counts them, while tracing is measured: `python -m tests.collector 4318`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -57,7 +61,7 @@ class Collector:
 
 
 @contextlib.contextmanager
-def collector(moved_to=None, endless=False, status=200):
+def collector(port=0, moved_to=None, endless=False, status=200):
     """`moved_to`: every request is redirected there. `endless`: no answer ends below 64 MiB.
 
     `status`: of every answer.
@@ -88,7 +92,7 @@ def collector(moved_to=None, endless=False, status=200):
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         found = Collector(server.server_port)
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -97,3 +101,12 @@ def collector(moved_to=None, endless=False, status=200):
         finally:
             server.shutdown()
             thread.join()
+
+
+if __name__ == "__main__":
+    with collector(int(sys.argv[1])) as found, contextlib.suppress(KeyboardInterrupt):
+        came = 0
+        while True:
+            time.sleep(10)
+            came, found.spans = came + len(found.spans), []
+            print(f"spans: {came}", flush=True)

@@ -12,12 +12,13 @@ from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from tests.deploy import live
 from tests.deploy.promql import labels_of
 from tests.service_process import PROJECT
 
 FOLDER = PROJECT / "deploy/grafana"
 
-dashboard = json.loads((FOLDER / "dashboards/lenet-serve.json").read_text())
+dashboard = json.loads(live.DASHBOARD.read_text())
 panels = dashboard["panels"]
 drawn = [panel for panel in panels if panel["type"] not in ("row", "text")]
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -81,12 +82,42 @@ def test_panels_lie_beside_each_other_and_each_row_begins_with_help():
     assert all(panel["description"] for panel in drawn)
 
 
+def queries(panel):
+    return [live.query(target) for target in panel["targets"]]
+
+
 @pytest.mark.parametrize("panel", drawn, ids=lambda panel: panel["title"])
 def test_a_panel_names_what_the_service_registers(panel):
-    for target in panel["targets"]:
-        query = target["expr"].replace("$__rate_interval", "15s")
+    for target, query in zip(panel["targets"], queries(panel), strict=True):
         named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
         assert named <= labels_of(query)
         # Of the instances that are chosen at the top alone.
         selectors = len(re.findall(r"\b(?:lenet|process)_\w+", target["expr"]))
         assert target["expr"].count('{job="$job", instance=~"$instance"') == selectors
+
+
+EMPTY_ON_THE_CPU = {"Device time of a batch"}
+"""The CPU has no clock of its own."""
+
+
+def test_no_panel_is_empty_when_every_outcome_was_provoked(start, tmp_path):
+    service = start(*live.STARTS, *live.certificate(tmp_path)).ready(workers=2)
+    with live.prometheus(tmp_path, service.port) as prometheus:
+        if prometheus is None:
+            pytest.skip("prometheus is not installed (on Debian: apt install prometheus)")
+        prometheus.wait_for('up{job="lenet-serve"} == 1')
+        for _ in range(2):
+            live.good_requests(service, tmp_path)
+            live.bad_requests(service)
+        live.lose_devices(service)
+        live.good_requests(service, tmp_path)
+        prometheus.wait_for('sum(lenet_requests_total{outcome="ok"}) >= 15')
+        empty = {
+            panel["title"]
+            for panel in drawn
+            if not all(prometheus.query(query) for query in queries(panel))
+        }
+        assert empty == EMPTY_ON_THE_CPU
+        seen = prometheus.query('count by (outcome) (lenet_requests_total{job="lenet-serve"})')
+        assert {one["metric"]["outcome"] for one in seen} >= live.OUTCOMES
+        prometheus.wait_for('ALERTS{alertname="LenetDeviceLost", alertstate="firing"}')
