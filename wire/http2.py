@@ -519,7 +519,8 @@ class Http2:
             self._other_headers(stream, number, ends, block)
             return
         try:
-            head = self.blocks.head(block)
+            known = self.blocks.known.get(block) if self.blocks.table_is_empty else None
+            head = known or self.blocks.new_head(block)
         except Malformed:
             self._last = number
             self._spend(_USELESS_HEADERS_CREDIT)

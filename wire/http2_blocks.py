@@ -59,7 +59,8 @@ class HeaderBlocks:
     ) -> None:
         self._read, self._decoded, self.known = read, decoded, known
         self._decoder = Decoder(MOST_BLOCK_BYTES)
-        self._table_is_empty = False
+        self.table_is_empty = False
+        """Whether blocks may be looked for in `known`."""
 
     def empty_table(self) -> None:
         """The client has acknowledged that the size of the table is 0.
@@ -68,12 +69,7 @@ class HeaderBlocks:
         and never refers to an entry; where one does, decoding fails.
         """
         self._decoder.max_allowed_table_size = self._decoder.header_table_size = 0
-        self._table_is_empty = True
-
-    def head(self, block: bytes) -> Http2Head:
-        """The head of a request. Raises: Malformed; HPACKError, as `decode`."""
-        head: Http2Head | None = self.known.get(block) if self._table_is_empty else None
-        return head or self._new_head(block)
+        self.table_is_empty = True
 
     def decode(self, block: bytes) -> Fields:
         """The fields of a block.
@@ -92,22 +88,25 @@ class HeaderBlocks:
             raise OversizedHeaderListError(message) from None
         except IndexError as exc:
             raise HPACKError from exc
-        self._table_is_empty = not self._decoder.header_table_size
+        self.table_is_empty = not self._decoder.header_table_size
         self._decoded(fields, len(block))
         return fields
 
-    def _new_head(self, block: bytes) -> Http2Head:
-        """The head of a request whose block is not known."""
+    def new_head(self, block: bytes) -> Http2Head:
+        """The head of a request whose block is not in `known`, or may not be looked for there.
+
+        Raises: Malformed; HPACKError, as `decode`.
+        """
         known = self.known
         values: list[bytes] = []
-        if self._table_is_empty:  # so that a literal changes nothing, however it is indexed
+        if self.table_is_empty:  # so that a literal changes nothing, however it is indexed
             pieces, values = cut(block)
             if values and (maker := known.get(pieces)) is not None:
                 return self._with_values(maker, values)
         fields = self.decode(block)
         head = self._read(fields)
         small = len(block) <= _KNOWN_BLOCK_BYTES and len(fields) <= _KNOWN_FIELDS
-        if self._table_is_empty and small:
+        if self.table_is_empty and small:
             names = [name for name, _ in fields if name in VARYING]
             alone = values and names == self._names(pieces)
             make = head.for_values(fields) if alone else None
