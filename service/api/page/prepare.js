@@ -161,11 +161,11 @@ function resized(grey, width, height, left, top, stepX, stepY, columns, rows) {
 /** Which pixels are averaged for each of the result: Pillow's BOX, whose box has single precision. */
 function spans(start, step, count, margin) {
   const from = Math.fround(start + margin - step), to = Math.fround(start + margin + (count - 1) * step);
-  const scale = Math.fround(to - from) / count;
+  const scale = Math.fround(to - from) / count, box = Math.max(scale, 1); // A digit that is enlarged has the nearest pixel.
   return Array.from({ length: count }, (_, i) => {
     const centre = from + (i + 0.5) * scale, pixels = [];
-    for (let at = Math.floor(centre - scale); at <= centre + scale; at++) {
-      const distance = (at - centre + 0.5) / scale;
+    for (let at = Math.floor(centre - box); at <= centre + box; at++) {
+      const distance = (at - centre + 0.5) / box;
       if (distance > -0.5 && distance <= 0.5) pixels.push(at - margin);
     }
     return pixels;
