@@ -1,10 +1,11 @@
 // The page: what is drawn, what is asked, what is shown. Loaded as a module; there is no build step.
 
 import { broken, digitsOf, draw, imageOf, pictureOf, PIXELS, SIDE } from "./prepare.js";
-import { $, bars, colour, duration, make, fit, fresh, note, on, percent, say, showGrey } from "./show.js";
-import { Refused, ask, attempt, hasKey, newest, noteSuccess, onReturn } from "./talk.js";
+import { $, bars, colour, count, duration, make, fit, fresh, note, on, percent, say, showGrey } from "./show.js";
+import { BYTES, Refused, ask, attempt, hasKey, newest, noteSuccess, onReturn } from "./talk.js";
 import { snippets } from "./snippets.js";
 import { showInside } from "./inside.js";
+import { ROUNDS, changeMarks, covered, heatMarks, paintWhy, runnerUp, turned, weighed } from "./why.js";
 import { watch } from "./service.js";
 
 const STAGES = ["outside", "decode", "queue", "compute", "encode"];
@@ -26,7 +27,7 @@ const damage = { ...whole };
 const answers = []; // Lists of probabilities.
 const trips = []; // Milliseconds.
 const idle = {}; // Texts while there is no answer.
-for (const id of ["digit", "brief", "sure", "warnings", "batch", "agree", "inside-note", "damaged", "snippet", "needs"]) idle[id] = $(id).textContent;
+for (const id of ["digit", "brief", "sure", "warnings", "batch", "agree", "inside-note", "damaged", "snippet", "needs", "why-text", "flip-text"]) idle[id] = $(id).textContent;
 const rest = (...ids) => { for (const id of ids) say(id, idle[id]); };
 
 const paper = $("paper");
@@ -136,6 +137,7 @@ function show() {
 }
 
 function changed() {
+  restarts = 0;
   drawn = digitsOf(strokes);
   show();
   predict();
@@ -160,7 +162,7 @@ const predict = newest(async () => {
     answers.length = 0;
     showNothing();
     noteSuccess();
-    announce("The surface is empty.");
+    announce("live", "The surface is empty.");
     return;
   }
   const answer = await post(model, wanted);
@@ -174,19 +176,27 @@ const predict = newest(async () => {
   waiting ??= now;
   later = setTimeout(() => {
     waiting = undefined;
+    resting = true;
+    explainWhy();
     showSnippet();
     compare();
     explain();
     doubt();
   }, Math.max(0, Math.min(REST_MS, waiting + LATEST_MS - now)));
-}, () => { showNothing(); say("sure", "No answer."); });
+}, () => { showNothing(); noReason(); say("sure", "No answer."); });
+
+function bodyOf(wanted) {
+  const body = new Uint8Array(wanted.length * PIXELS);
+  wanted.forEach((image, i) => body.set(image, i * PIXELS));
+  return body;
+}
+
+const pathOf = (name) => `predict?model=${encodeURIComponent(name)}`;
 
 /** What a model says to images: its answer, and milliseconds by stage. */
 async function post(name, wanted) {
-  const body = new Uint8Array(wanted.length * PIXELS);
-  wanted.forEach((image, i) => body.set(image, i * PIXELS));
   const began = performance.now();
-  const response = await ask(`predict?model=${encodeURIComponent(name)}`, body);
+  const response = await ask(pathOf(name), bodyOf(wanted));
   const answer = await response.json(), timing = response.headers.get("Server-Timing") ?? "";
   const trip = performance.now() - began, times = {};
   for (const [, stage, ms] of timing.matchAll(/(\w+);dur=([\d.]+)/g)) times[stage] = Number(ms);
@@ -223,6 +233,7 @@ function showNothing() {
   showHistory();
   compareNothing();
   explainNothing();
+  whyNothing();
 }
 
 const readOf = ({ predictions }) => predictions.map(({ label, name }) => name ?? label).join(predictions[0].name ? " " : "");
@@ -236,7 +247,7 @@ function showVerdict(answer) {
   say("sure", predictions.length > 1 ? `${predictions.length} ${onlyDigits(model) ? "digits" : "drawings"}, each at least ${sure}` : sure);
   say("brief", `${read}, ${sure}`);
   showWarnings();
-  announce(`${read}, ${sure}.`);
+  announce("live", `${read}, ${sure}.`);
 }
 
 /** The service compares with digits, whatever the model's classes are. */
@@ -248,6 +259,7 @@ function showAnswer(answer) {
   showSeen();
   const { probabilities } = predictions[chosen];
   showBars(probabilities, labelsOf(answer.model));
+  about(answer);
   answers.push(probabilities);
   if (answers.length > ANSWERS) answers.shift();
   trips.push(answer.trip);
@@ -283,10 +295,10 @@ function showHistory() {
   }));
 }
 
-let announcing;
-function announce(text) {
-  clearTimeout(announcing); // Only once the drawing rests: a screen reader would read each stroke.
-  announcing = setTimeout(() => { say("live", text); }, 600);
+const announcing = {};
+function announce(id, text) {
+  clearTimeout(announcing[id]); // Only once the drawing rests: a screen reader would read each stroke.
+  announcing[id] = setTimeout(() => { say(id, text); }, 600);
 }
 
 function showTimes({ times, trip, rows }) {
@@ -353,6 +365,7 @@ function showModels() {
 const onlyDigits = (name) => labelsOf(name).join("") === "0123456789";
 
 function choose(name) {
+  restarts = 0;
   model = name;
   const digits = onlyDigits(name), task = `Draw ${digits ? "a digit" : `one of ${labelsOf(name).length} classes`}.`;
   say("title", `${task} A network reads along.`);
@@ -363,6 +376,149 @@ function choose(name) {
     row.firstChild.firstChild.ariaPressed = row.id === `model-${name}`;
   }
 }
+
+// Why: which pixels decided, and what would turn the answer. One batch at a time for both
+
+let subject; // What is explained: {image, model, version, label, probabilities, key}; undefined without an answer.
+let resting = false; // Whether the pen rests: only then pixels that turn the answer are looked for.
+let heated, searched; // What is shown: the subject with what was found, and its key.
+let free = 0; // When the next heat map may be asked for: two thirds of the time are left to others.
+let restarts = 0; // How often a drawing was asked again because the version of the model changed.
+const RESTARTS = 3;
+
+class Changed extends Error {} // A batch is of another version of the model than the answer that is shown.
+class Outdated extends Error {} // The drawing, the model or the wish has changed: the search has no use.
+
+/** Explain the answer for the chosen image. */
+function about({ model: name, version, predictions }) {
+  const key = `${name}/${version}:${images[chosen].join()}`;
+  resting = false;
+  if (key === subject?.key) return;
+  subject = { ...predictions[chosen], model: name, version, image: images[chosen], key };
+  showTargets();
+  searching();
+  explainWhy();
+}
+
+const nameOf = (label) => labelsOf(subject.model)[label] ?? label;
+
+/** The probabilities of a batch of images; in several requests where the service's limits are low. */
+async function batch(of, variants) {
+  const { max_images, max_body_bytes } = info.limits, found = [];
+  const most = Math.min(max_images, Math.floor(max_body_bytes / PIXELS));
+  for (let i = 0; i < variants.length; i += most) {
+    const part = variants.slice(i, i + most);
+    const response = await ask(pathOf(of.model), bodyOf(part), BYTES, BYTES);
+    if (response.headers.get("X-Model-Version") !== of.version) throw new Changed();
+    const all = new Float32Array(await response.arrayBuffer()), classes = all.length / part.length;
+    found.push(...part.map((_, j) => all.subarray(j * classes, (j + 1) * classes)));
+  }
+  return found;
+}
+
+const explainWhy = newest(async () => {
+  if (subject && subject.key !== heated?.key) {
+    await new Promise((done) => { setTimeout(done, Math.max(0, free - performance.now())); });
+    const of = subject, began = performance.now();
+    if (!of) return;
+    const rows = await batch(of, covered(of.image)), now = performance.now();
+    free = now + 2 * (now - began);
+    // A heat map of the stroke a moment ago is shown while drawing: it shows that image, too.
+    if (subject?.model !== of.model || subject.version !== of.version) return;
+    heated = { ...of, ...weighed(of, rows) };
+    showHeat();
+  }
+  if (!resting || !subject || subject.key !== heated?.key) return;
+  const of = subject, target = targetOf(of), key = `${target}/${of.key}`;
+  if (key === searched?.key) return;
+  searching();
+  const found = await turned(of.image, of.probabilities, target, (variants) => {
+    if (subject !== of || targetOf(of) !== target) throw new Outdated();
+    return batch(of, variants);
+  });
+  if (subject !== of || targetOf(of) !== target) return;
+  searched = { key, of, target, found };
+  showTurn();
+}, (error) => {
+  if (error instanceof Outdated) return true;
+  whyNothing();
+  noReason();
+  if (!(error instanceof Changed)) return false;
+  if (restarts++ < RESTARTS) predict();
+  else say("why-text", "No answer: the version of the model changes all the time.");
+  return true;
+});
+
+function whyNothing() {
+  subject = heated = searched = undefined;
+  resting = false;
+  rest("why-text", "flip-text");
+  for (const id of ["why", "flip"]) {
+    clearTimeout(announcing[`${id}-live`]);
+    say(`${id}-live`, "");
+    paintWhy($(id));
+    $(id).ariaLabel = `${$(`${id}-title`).textContent} No answer yet`;
+  }
+  $("target").disabled = true;
+  $("target").value = "";
+}
+
+function noReason() {
+  for (const id of ["why-text", "flip-text"]) say(id, "No answer.");
+}
+
+function showHeat() {
+  const { label, probabilities, fall, least, read, where } = heated;
+  paintWhy($("why"), heated.image, heatMarks(heated));
+  const name = nameOf(label), [before, after] = [probabilities[label], least].map(percent);
+  const times = Math.exp(fall), factor = times < 10 ? times.toFixed(1) : count(times);
+  const covering = before === after ? `${name} stays at ${after}, its odds ${factor} times lower` : `${name} falls from ${before} to ${after}`;
+  const text = fall < 0.05 ? `No place decided alone: whichever is covered, ${name} stays at ${before}.`
+    : `The ${where} decided most: with it covered, ${covering}${read === label ? "" : ` and ${nameOf(read)} is read`}.`;
+  say("why-text", text);
+  $("why").ariaLabel = text;
+  announce("why-live", text);
+}
+
+/** The class to turn the answer into: the one that was picked, or else the runner-up. */
+function targetOf({ label, probabilities }) {
+  const picked = $("target").value;
+  return picked === "" || Number(picked) === label ? runnerUp(probabilities, label) : Number(picked);
+}
+
+function showTargets() {
+  const { label, probabilities } = subject, select = $("target");
+  fit(select, probabilities.length + 1, () => make("option")).forEach((option, i) => {
+    option.value = i ? i - 1 : "";
+    option.textContent = i ? nameOf(i - 1) : `the runner-up, ${nameOf(runnerUp(probabilities, label))}`;
+    option.disabled = i - 1 === label;
+  });
+  if (select.value === String(label)) select.value = "";
+  select.disabled = false;
+}
+
+/** The image alone, until the search for it has ended. */
+function searching() {
+  searched = undefined;
+  paintWhy($("flip"), subject.image);
+  say("flip-text", "Looking for the fewest pixels…");
+}
+
+function showTurn() {
+  const { of: { image, label }, target, found } = searched, turn = `${nameOf(label)} into ${nameOf(target)}`;
+  paintWhy($("flip"), image, found && changeMarks(image, found.image));
+  let text = `Not found: ${ROUNDS} steps of 2 × 2 pixels turned no ${turn}.`;
+  if (found) {
+    const added = image.filter((value, i) => found.image[i] > value).length;
+    const rubbed = image.filter((value, i) => found.image[i] < value).length, all = added + rubbed;
+    text = `${all} ${all === 1 ? "pixel turns" : "pixels turn"} ${turn}, ${percent(found.sure)} sure: ${[added && `${added} to add`, rubbed && `${rubbed} to rub out`].filter(Boolean).join(", ")}.`;
+  }
+  say("flip-text", text);
+  $("flip").ariaLabel = text;
+  announce("flip-live", text);
+}
+
+on("target", "change", explainWhy);
 
 // Inside, and the damaged network
 
@@ -554,6 +710,50 @@ on("copy", "click", async () => {
   }
 });
 
+// Hints of a first visit: each is gone for good when its part of the page is used, or it is closed
+
+const HINTS = "lenet-serve hints gone";
+const parts = [...document.querySelectorAll("[data-hint]")];
+const hintOf = (part) => part.querySelector(":scope > .hint");
+let gone = "";
+try {
+  gone = localStorage.getItem(HINTS) ?? "";
+} catch { /* Nothing is kept: they are shown on each visit. */ }
+
+function showHints() {
+  for (const part of parts) hintOf(part).hidden = gone.includes(part.dataset.hint);
+  $("help").ariaExpanded = gone.length < parts.length;
+}
+
+function keepHints(now) {
+  gone = now;
+  showHints();
+  try {
+    localStorage.setItem(HINTS, gone);
+  } catch { /* See above. */ }
+}
+
+for (const part of parts) {
+  const { hint } = part.dataset;
+  const use = (event) => {
+    if (event.key === "Tab" || event.target.closest("[data-hint]") !== part || gone.includes(hint)) return;
+    keepHints(gone + hint);
+  };
+  part.addEventListener("pointerdown", use);
+  part.addEventListener("keydown", use);
+  part.addEventListener("change", use);
+  const close = make("button", { type: "button", ariaLabel: `Close hint ${hint}`, textContent: "×", onclick: () => keepHints(gone + hint) });
+  hintOf(part).append(" ", close);
+}
+on("help", "click", () => {
+  const all = !gone && !$("draw").hidden;
+  keepHints(all ? parts.map((part) => part.dataset.hint).join("") : "");
+  if (!$("draw").hidden) return;
+  location.hash = "#draw"; // Which takes the focus.
+  $("help").focus();
+});
+showHints();
+
 // Views, start, and return
 
 function route() {
@@ -577,7 +777,12 @@ async function start() {
 }
 
 addEventListener("hashchange", route);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { show(); showHistory(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  show();
+  showHistory();
+  if (heated) showHeat();
+  if (searched) showTurn(); else if (subject) searching();
+});
 onReturn(start);
 onReturn(route);
 show();

@@ -2,6 +2,8 @@
 
 import { $, note, on } from "./show.js";
 
+export const BYTES = "application/octet-stream";
+
 let key = "";
 let away = false;
 const returned = []; // Called when the service, or the key, is there again.
@@ -17,13 +19,14 @@ export class Refused extends Error {
   }
 }
 
-/** GET `path`, or POST `body` to it; throws Refused for an error, and Away if there is no answer. */
-export async function ask(path, body, type = "application/octet-stream") {
-  const headers = body ? { "Content-Type": type } : {};
+/** GET `path`, or POST `body` to it; throws Refused for an error, and Away if there is no whole answer. */
+export async function ask(path, body, type = BYTES, accept = "*/*") {
+  const headers = { Accept: accept, ...(body && { "Content-Type": type }) };
   if (key) headers.Authorization = `Bearer ${key}`;
   let response;
   try {
-    response = await fetch(path, { method: body ? "POST" : "GET", body, headers });
+    const answer = await fetch(path, { method: body ? "POST" : "GET", body, headers });
+    response = new Response(await answer.arrayBuffer(), answer); // The connection may be lost until its end.
   } catch {
     goAway();
     throw new Away();
@@ -67,11 +70,14 @@ export function newest(call, failed) {
     again = true;
     if (running) return;
     running = true;
-    while (again) {
-      again = false;
-      await attempt(call, failed);
+    try {
+      while (again) {
+        again = false;
+        await attempt(call, failed);
+      }
+    } finally {
+      running = false;
     }
-    running = false;
   };
 }
 
