@@ -71,7 +71,7 @@ class Requests:
     watched: dict[Request, None]
     """Requests that wait for their clients, a decoder or a turn, until the deadline."""
     deadlines: Deadlines[Request]
-    """Those of `watched`."""
+    """Of the requests in `watched`."""
     timeout_s: float
     """The longest that a request may take."""
     count: Callable[[Transport, ModelKey, TimesS], None]
@@ -235,13 +235,13 @@ class Request(Work):
         if self.done:
             return
         self._decoding_began_s = time.monotonic()
+        if self._transferring:
+            self._end_transfer()
         try:
             if body is None:
                 body, self._body = self._body, b""
                 if type(body) is memoryview:
                     body = body[: self.moved_bytes]
-                if self._transferring:
-                    self._end_transfer()
             else:
                 self.moved_bytes = len(body)
             if self._served is None and not self._form.names_model:
@@ -254,6 +254,8 @@ class Request(Work):
                 self._decoded(decoded)
             else:
                 self._hold()
+                if self.done:  # evicted, to make room for itself
+                    return
                 self._watch()
                 decoders = self._requests.decoders
                 self._job = decoders.start(self._form, body, self._on_decoded, self._release)
@@ -462,6 +464,10 @@ class Request(Work):
         """Take the call out of whatever it waits for, and count it."""
         self.done = True
         self._requests.watched.pop(self, None)
+        if self._served is None and not self._form.names_model:  # not looked up yet
+            served = self._requests.models.find(self._wanted.model, self._wanted.version)
+            if served is not None:
+                self._model = served.version.key
         if self._transferring:
             self._end_transfer()
         if self._job is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import time
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
@@ -21,6 +22,8 @@ from wire.http2_head import Http2Head, Methods
 from wire.streams import Places
 from wire.tls import ServedCertificate
 from wire.turns import SingleSteps, Turns
+
+_log = logging.getLogger(__name__)
 
 _KNOWN_STARTS = 512
 
@@ -161,7 +164,11 @@ class HttpService:
         self._renew_date()
         now = loop.time()
         for connection in tuple(self.connections):
-            connection.check_time(now)
+            try:
+                connection.check_time(now)
+            except Exception:  # noqa: BLE001 - the others must not wait for ever
+                _log.exception("a connection failed")
+                connection.transport.abort()
         if self.budget.has_shrunk(_RETURNED_BYTES):
             if len(self.connections) <= _COLLECTED_CONNECTIONS:
                 gc.collect()  # connections that have ended keep pages in use until then

@@ -335,7 +335,7 @@ class GrpcStream(Exchange):
         if inflater is None or not inflater.busy:
             return False
         before = inflater.input_bytes
-        self._guard_message(partial(inflater.step, _INFLATED_BYTES))
+        self._guarded(partial(self._guard_message, partial(inflater.step, _INFLATED_BYTES)))
         failed = self._inflater is not inflater
         self.writer.http2.taken(self.stream, before - (0 if failed else inflater.input_bytes))
         if not failed and not inflater.busy:

@@ -50,8 +50,9 @@ class Http1Exchanges:
         self.exchange: Exchange | None = None
         """The request that is not answered."""
         self._begun = False
-        self._probed: Exchange | None = None
         """Whether a part of its answer is written."""
+        self._probed: Exchange | None = None
+        """The request whose client was last asked whether it still reads."""
         self._closes = self._chunked = self._asked = False
 
     # Called by the connection.
@@ -111,8 +112,7 @@ class Http1Exchanges:
     def _serve(self) -> None:
         """Serve what came, up to the end of one request."""
         connection, http1 = self.connection, self.http1
-        if self.exchange is None and not http1.header_bytes:
-            connection.since_s = self.loop.time()
+        was_in_headers = http1.in_headers
         try:
             if self.exchange is None and (head := http1.next_head()) is not None:
                 self._open(head)
@@ -125,6 +125,8 @@ class Http1Exchanges:
             self.refuse(exc)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
             self._crash()
+        if http1.in_headers and not was_in_headers:
+            connection.since_s = self.loop.time()
         if connection.ended and not self._can_go_on and not self.eof():
             connection.finish()
             return
@@ -278,6 +280,10 @@ class Http1Exchanges:
         """Write a whole answer, or all but its `rest`."""
         if exchange is not self.exchange:
             return
+        if self._begun:  # a fault of ours came behind bytes of an answer: no second one
+            self.connection.transport.abort()
+            return
+        self._begun = True
         head, body, rest = exchange.head, answer.body, answer.rest
         length = sum(map(len, rest), len(body)) if rest else len(body)
         key, service = (answer.status, answer.media_type, length), self.service

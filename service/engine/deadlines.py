@@ -1,4 +1,4 @@
-"""The deadlines of all that wait for one thing, with one timer."""
+"""One timer for the deadlines of many requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 RESOLUTION_S = 0.002
-"""How late a deadline may be noticed; later while there are more than some thousand."""
+"""Maximum delay with which a deadline is noticed; more while there are more than some thousand."""
 
 _SHARE = 0.05
-"""The most of the loop's time that may go into looking for those that are due."""
+"""Maximum share of the loop's time for looking which are due."""
 
 _NEVER = float("inf")
 

@@ -66,7 +66,7 @@ def json_images(body: bytes, max_images: int) -> Images:
 
     Raises: InvalidInput, TooLarge.
     """
-    check_containers(body, _FORM, 1, _most_lists(body, max_images))
+    _check_containers(body, max_images)
     document = json_object(body, _FORM)
     if len(document) != 1 or "images" not in document:
         for key in document:
@@ -103,7 +103,7 @@ def sliced_json_images(body: bytes, max_images: int, between: Between) -> Images
     end = _LIST_END.search(body, max(0, body.rfind(b"]")))
     if len(body) <= _SLICE_BYTES or begin is None or end is None:
         return json_images(body, max_images)
-    check_containers(body, _FORM, 1, _most_lists(body, max_images))
+    _check_containers(body, max_images)
     booleans = _has_booleans(body)
     contents: list[bytes] = []
     count, at = 0, begin.end()
@@ -246,8 +246,12 @@ def check_containers(body: bytes, form: str, most_objects: int, most_lists: int)
         raise TooLarge(message, field="body")
 
 
-def _most_lists(body: bytes, max_images: int) -> int:
-    return min(len(body) // _LIST_BYTES, 1 + (1 + HEIGHT) * max_images)
+def _check_containers(body: bytes, max_images: int) -> None:
+    """Raises: likewise."""
+    check_containers(body, _FORM, 1, 1 + (1 + HEIGHT) * max_images)
+    lists, most = body.count(b"["), len(body) // _LIST_BYTES
+    if lists > most and len(body) > _UNCHECKED_BYTES:
+        raise invalid("body", f"{lists} lists in {len(body)} bytes", f"at most {most}, {_FORM}")
 
 
 def _is_one_image(images: list[object]) -> bool:

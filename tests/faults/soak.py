@@ -56,6 +56,8 @@ from tests.pictures import FORM, encoded, form
 from tests.service_process import PATIENCE_S, Service
 
 KILL_EVERY_S = 45.0
+_WORKER_WARM_S = 30.0
+"""A worker that has just started grows: it is measured from then on."""
 """A third death within a minute ends the service."""
 
 EXCUSED_S = 5.0
@@ -316,7 +318,8 @@ class Soak:
         warm_s = min(600.0, max(20.0, self.options.duration / 5))
         print(f"\n{'':26} {'last':>9} {'an hour':>10} {'margin':>9} {'growth':>9}")
         for owner, readings in self.readings.items():
-            warm = [(at, reading) for at, reading in readings if at >= warm_s]
+            begun_s = max(warm_s, readings[0][0] + _WORKER_WARM_S) if readings else warm_s
+            warm = [(at, reading) for at, reading in readings if at >= begun_s]
             for name in warm[0][1] if len(warm) > 3 else ():
                 at = np.array([at for at, _ in warm]) / 3600
                 values = np.array([reading[name] for _, reading in warm])

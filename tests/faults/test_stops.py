@@ -42,7 +42,7 @@ from wire.connection import Connection
 receive = Connection.data_received
 reads = os.open(f"reads.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 def data_received(self, data):
-    ports = self.peer.server[1], self.peer.client[1]
+    ports = self.server[1], self.client[1]
     os.write(reads, b"%d %d %d\\n" % (*ports, len(data)))
     receive(self, data)
 Connection.data_received = data_received

@@ -156,6 +156,17 @@ async def test_a_middleware_that_repeats_the_body_for_ever_gets_an_answer(tiny_w
     assert (b"x-model-version", b"1") in start["headers"]
 
 
+async def test_a_large_body_in_one_message_is_no_transfer_when_it_is_complete(tiny_weights):
+    body = bytes(784 * 400)
+
+    async def receive():
+        return {"type": "http.request", "body": body}
+
+    async with open_service(Settings(weights=tiny_weights, device="cpu")) as opened:
+        start, *_ = await call(opened.asgi, receive, length=len(body))
+        assert (start["status"], opened.budget._transfers) == (200, {})
+
+
 @pytest.mark.parametrize("path", ["/predict", "/v2/repository/index"])
 async def test_a_middleware_that_sends_empty_pieces_for_ever_gets_an_error(opened, path):
     received = 0

@@ -334,6 +334,31 @@ async def test_empty_lines_give_a_client_no_more_time(server):
     assert connection.transport.is_closing()
 
 
+async def test_time_for_a_head_begins_with_it_when_an_empty_line_came_long_before(server):
+    client, connection = await connect(server)
+    client.send(post(b"abc") + b"\r\n")
+    assert (await client.answer())[0] == 200
+    http1 = connection.exchanges.http1
+    await until(lambda: http1.header_bytes == 2)
+    connection.since_s -= 12  # more than a head may take, and less than a connection may rest
+    client.send(GET[:9])
+    await until(lambda: http1.in_headers)
+    connection.check_time(asyncio.get_running_loop().time())
+    assert not connection.transport.is_closing()
+
+
+async def test_a_fault_in_one_connections_times_leaves_the_others_theirs(caplog):
+    async with running(header_timeout_s=0.04) as server:
+        client, connection = await connect(server)
+        connection.check_time = None  # raises TypeError
+        for _ in range(2):
+            slow = await server.open()
+            slow.send(GET[:9])
+            assert await slow.rest() == b""
+    assert caplog.messages.count("a connection failed") == 1
+    assert await client.rest() == b""
+
+
 async def test_time_begins_anew_with_each_header_block_that_has_come_in_part(server):
     client, connection = await connect(server)
     http2 = await opened_http2(client, connection)

@@ -563,6 +563,17 @@ def test_the_log_of_a_cancelled_call_says_what_was_sent():
     assert client.door.access.add.call_args.args[3:5] == ("CANCELLED", 3)
 
 
+def test_a_call_that_raises_while_its_message_is_decompressed_is_reset(caplog):
+    client = Client(call := Calls(many=True), "gzip")
+    call.data = Mock(side_effect=[None, MemoryError])
+    client.send(LARGE_GZIP, end=True)
+    with pytest.raises(AssertionError, match="reset"):
+        client.turn()
+    assert "a request failed" in caplog.text
+    assert not client.door.places.streams
+    assert not client.door.places.inflaters
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_call_that_raises_is_reset_wherever_its_message_waited(ahead, caplog):
     client = Client(call := Calls(many=True)).send(ABC).turn()

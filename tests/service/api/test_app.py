@@ -21,7 +21,9 @@ from service.observe.metrics import Metrics
 from tests.conftest import draw_weights
 from tests.documented import documented
 from tests.pictures import FORM, PNG, encoded, form
+from tests.service_process import PATIENCE_S
 from tests.wire.doors import until
+from wire.connection import Connection
 
 JSON, RAW, NPY = "application/json", "application/octet-stream", "application/x-npy"
 
@@ -112,6 +114,52 @@ async def test_several_digits_are_warned_of_where_one_was_expected(served):
     (most,) = map(int, documented("warnings in an answer"))
     found = (await served.post(form(*[(PNG, bars(2))] * (most + 1)), FORM)).json()
     assert (len(found["predictions"]), len(found["warnings"])) == (most + 1, most)
+
+
+async def test_bytes_are_answered_as_bytes_when_a_picture_is_doubtful(served):
+    body = form((RAW, bytes(784)), (PNG, bars(2)))
+    answer = await served.post(body, FORM, accept=RAW)
+    assert (answer.headers["content-type"], len(answer.content)) == (RAW, 2 * 40)
+
+
+async def test_a_batch_has_the_images_of_all_its_requests(open_app, device):
+    async with open_app(max_wait_us=200_000, max_batch_rows=3) as served:
+        answers = await asyncio.gather(*(served.post(bytes(784)) for _ in range(3)))
+    for answer in answers:
+        assert 'batch;desc="3"' in answer.headers["server-timing"]
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.05])
+async def test_a_refused_body_counts_for_its_model_however_it_came(open_app, wait_s):
+    head = b"POST /predict HTTP/1.1\r\nHost: a\r\nContent-Type: application/octet-stream\r\n"
+    head += b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    async with open_app(max_body_bytes=10_000) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(head)
+        await asyncio.sleep(wait_s)
+        writer.write(b"2ee0\r\n" + bytes(12_000) + b"\r\n0\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        writer.close()
+        assert served.requests("too_large", model="tiny") == 1
+
+
+async def test_a_fault_behind_an_answer_makes_no_second_one(open_app, monkeypatch):
+    write = Connection.write
+
+    def write_and_fail(self, data):
+        monkeypatch.setattr(Connection, "write", write)
+        write(self, data)
+        raise RuntimeError("planted")
+
+    async with open_app() as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        monkeypatch.setattr(Connection, "write", write_and_fail)
+        writer.write(b"POST /predict HTTP/1.1\r\nHost: a\r\nContent-Length: 784\r\n")
+        writer.write(b"Content-Type: application/octet-stream\r\n\r\n" + bytes(784))
+        async with asyncio.timeout(PATIENCE_S):
+            answers = await reader.read()
+        writer.close()
+        assert answers.count(b"HTTP/1.1 ") == 1
 
 
 @pytest.mark.parametrize("rows", [1, 300])  # answered at once, and in pieces
@@ -326,9 +374,6 @@ async def test_a_timeout_is_milliseconds_and_anything_else_a_400(served, refusal
         assert error.field == "X-Request-Timeout-Ms"
         assert repr(value[:40]) in error.message
         assert "from 1 to 3600000" in error.message
-
-
-# Server errors
 
 
 # Operations

@@ -23,6 +23,16 @@ async def test_a_browser_gets_the_page_and_other_clients_the_index(served):
         }
 
 
+async def test_the_page_of_the_api_needs_nothing_from_elsewhere(served):
+    page = (await served.client.get("/docs")).text
+    needed = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert len(needed) >= 3
+    for path in needed:
+        assert path.startswith("docs/static/")
+        assert (await served.client.get(f"/{path}")).status_code == 200
+    assert "url: 'openapi.json'" in page
+
+
 async def test_the_page_and_its_files_are_small_and_load_nothing_from_elsewhere(served):
     names, sizes = ["/"], []
     for name in names:  # which grows

@@ -11,8 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lenet import distribution_version
 from lenet.backend import BatchResult
+from lenet.model import ARCHITECTURES
+from service.errors import STATUS
 from service.observe.metrics import (
+    NO_MODEL,
+    CutReason,
+    DropReason,
     Metrics,
+    ReloadOutcome,
     Stage,
     Transport,
 )
@@ -106,6 +112,49 @@ def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
     assert value("lenet_last_prediction_timestamp_seconds", OF_MLP) > 0
     load(metrics, MLP)
     assert value("lenet_contexts_busy", OF_MLP) == 0
+
+
+@pytest.fixture
+def everything(metrics):
+    """The metrics after everything has happened that they can count."""
+    codes = set(STATUS)
+    assert len(codes) >= 10
+    for protocol in get_args(Transport):
+        for outcome in codes:
+            metrics.request_done(NO_MODEL, protocol, outcome)
+    for phase in ("weights", "device", "warm_up", "contexts"):
+        metrics.started(phase, 1.0)
+    for name in ARCHITECTURES:
+        model = name, "1"
+        for file in range(40):
+            load(metrics, model, f"{file:064}")
+        for outcome in get_args(ReloadOutcome):
+            metrics.reloaded(name, outcome)
+        for protocol in get_args(Transport):
+            metrics.predicted(protocol, model, TIMES_S)
+            for outcome in AFTER_ITS_MODEL_IS_FOUND:
+                metrics.request_done(model, protocol, outcome)
+        for reason in get_args(CutReason):
+            metrics.batch_ended(model, 3, reason, 0.1, result())
+        for reason in get_args(DropReason):
+            metrics.rows_dropped(1, reason)
+    return metrics
+
+
+AFTER_ITS_MODEL_IS_FOUND = (
+    *("overloaded", "deadline_exceeded", "cancelled", "unavailable", "inference_failed"),
+    "internal",
+)
+
+
+def test_the_series_stay_below_600_and_their_labels_are_from_closed_sets(everything):
+    seen = samples(everything)
+    assert 300 < len(seen) < 600
+    assert not [sample.name for sample in seen if sample.name.endswith("_created")]
+    assert {label for one in seen if one.name.startswith("lenet_") for label in one.labels} == {
+        *("protocol", "outcome", "stage", "le", "model", "reason"),
+        *("phase", "version", "sha256", "result", "rows"),
+    }
 
 
 def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
