@@ -56,9 +56,10 @@ from tests.pictures import FORM, encoded, form
 from tests.service_process import PATIENCE_S, Service
 
 KILL_EVERY_S = 45.0
-_WORKER_WARM_S = 30.0
-"""A worker that has just started grows: it is measured from then on."""
 """A third death within a minute ends the service."""
+
+_LEAST_WINDOW_S = 60.0
+"""A slope is taken over so much time at least: in ten seconds one burst is all that it sees."""
 
 EXCUSED_S = 5.0
 """After a kill: how long connections of the killed worker may be found broken."""
@@ -318,9 +319,9 @@ class Soak:
         warm_s = min(600.0, max(20.0, self.options.duration / 5))
         print(f"\n{'':26} {'last':>9} {'an hour':>10} {'margin':>9} {'growth':>9}")
         for owner, readings in self.readings.items():
-            begun_s = max(warm_s, readings[0][0] + _WORKER_WARM_S) if readings else warm_s
-            warm = [(at, reading) for at, reading in readings if at >= begun_s]
-            for name in warm[0][1] if len(warm) > 3 else ():
+            warm = [(at, reading) for at, reading in readings if at >= warm_s]
+            is_long = len(warm) > 3 and warm[-1][0] - warm[0][0] >= _LEAST_WINDOW_S
+            for name in warm[0][1] if is_long else ():
                 at = np.array([at for at, _ in warm]) / 3600
                 values = np.array([reading[name] for _, reading in warm])
                 slope, margin = slope_and_margin(at, values)
