@@ -126,49 +126,63 @@ export function normalised(grey, width, height) {
   const scale = Math.abs(longer - BOX) <= 1 ? 1 : BOX / longer;
   const columns = Math.max(1, Math.round(wide * scale)), rows = Math.max(1, Math.round(tall * scale));
   // A margin of one pixel holds the faint edge of the ink.
-  const patch = resized(grey, width, height, left, top, wide / columns, tall / rows, columns + 2, rows + 2);
+  const filter = scale > 1 ? cubic : box;
+  const patch = resized(grey, width, height, left, top, wide / columns, tall / rows, columns + 2, rows + 2, filter);
   const peak = patch.reduce((a, b) => Math.max(a, b), 0);
   const dark = patch.filter((value) => value > peak / 2).sort();
   const at = 0.9 * (dark.length - 1), below = Math.floor(at);
   const stroke = dark[below] + (at - below) * ((dark[below + 1] ?? dark[below]) - dark[below]);
   if (stroke < 230) for (let i = 0; i < patch.length; i++) patch[i] *= 255 / stroke;
-  for (let i = 0; i < patch.length; i++) patch[i] = Math.min(patch[i], 255);
+  for (let i = 0; i < patch.length; i++) patch[i] = Math.max(0, Math.min(patch[i], 255));
   return centred(patch, columns + 2, rows + 2);
 }
 
-/** The grey image from one pixel of the result before its ink to one behind it, scaled down. */
-function resized(grey, width, height, left, top, stepX, stepY, columns, rows) {
+/** The grey image from one pixel of the result before its ink to one behind it, scaled. */
+function resized(grey, width, height, left, top, stepX, stepY, columns, rows, filter) {
   const across = new Float32Array(height * columns), patch = new Float32Array(rows * columns);
   const margin = Math.ceil(Math.max(stepX, stepY));
-  const xs = spans(left, stepX, columns, margin), ys = spans(top, stepY, rows, margin);
-  for (let y = Math.max(ys[0][0], 0); y <= Math.min(ys.at(-1).at(-1), height - 1); y++) {
-    xs.forEach((pixels, i) => {
+  const xs = spans(left, stepX, columns, margin, filter), ys = spans(top, stepY, rows, margin, filter);
+  for (let y = Math.max(ys[0].first, 0); y < Math.min(ys.at(-1).first + ys.at(-1).weights.length, height); y++) {
+    xs.forEach(({ first, weights, total }, i) => {
       let sum = 0;
-      for (const x of pixels) if (x >= 0 && x < width) sum += grey[y * width + x];
-      across[y * columns + i] = sum / pixels.length;
+      for (let k = 0, x = first; k < weights.length; k++, x++) if (x >= 0 && x < width) sum += weights[k] * grey[y * width + x];
+      across[y * columns + i] = sum / total;
     });
   }
-  ys.forEach((pixels, j) => {
+  ys.forEach(({ first, weights, total }, j) => {
     for (let i = 0; i < columns; i++) {
       let sum = 0;
-      for (const y of pixels) sum += across[y * columns + i] ?? 0; // None outside of the image.
-      patch[j * columns + i] = sum / pixels.length;
+      for (let k = 0; k < weights.length; k++) sum += weights[k] * (across[(first + k) * columns + i] ?? 0); // None outside of the image.
+      patch[j * columns + i] = sum / total;
     }
   });
   return patch;
 }
 
-/** Which pixels are averaged for each of the result: Pillow's BOX, whose box has single precision. */
-function spans(start, step, count, margin) {
+// Pillow's filters BOX and BICUBIC, of the distance in pixels.
+const box = (x) => (x > -0.5 && x <= 0.5 ? 1 : 0);
+function cubic(x) {
+  const far = Math.abs(x);
+  if (far < 1) return (1.5 * far - 2.5) * far * far + 1;
+  return far < 2 ? -0.5 * (((far - 5) * far + 8) * far - 4) : 0;
+}
+
+/** The weights of the pixels for each of the result, as Pillow has them: the part to scale has single precision. */
+function spans(start, step, count, margin, filter) {
   const from = Math.fround(start + margin - step), to = Math.fround(start + margin + (count - 1) * step);
-  const scale = Math.fround(to - from) / count, box = Math.max(scale, 1); // A digit that is enlarged has the nearest pixel.
+  const scale = Math.fround(to - from) / count, wide = Math.max(scale, 1);
+  const end = start + Math.round((count - 2) * step) + 2 * margin; // Nothing beyond the margin has a weight.
   return Array.from({ length: count }, (_, i) => {
-    const centre = from + (i + 0.5) * scale, pixels = [];
-    for (let at = Math.floor(centre - box); at <= centre + box; at++) {
-      const distance = (at - centre + 0.5) / box;
-      if (distance > -0.5 && distance <= 0.5) pixels.push(at - margin);
+    const centre = from + (i + 0.5) * scale, weights = [];
+    let first, total = 0;
+    for (let at = Math.max(start, Math.floor(centre - 2 * wide)); at < Math.min(end, centre + 2 * wide); at++) {
+      const weight = filter((at - centre + 0.5) / wide);
+      if (!weight) continue; // Only before the first and after the last.
+      first ??= at - margin;
+      weights.push(weight);
+      total += weight;
     }
-    return pixels;
+    return { first, weights, total };
   });
 }
 
