@@ -16,12 +16,12 @@ SLOW = Model(
     "slow",
     (
         ConvBlock(64, (5, 5)),
-        ConvBlock(384, (5, 5), pool=Pool("max", (2, 2), (2, 2))),
+        ConvBlock(1152, (5, 5), pool=Pool("max", (2, 2), (2, 2))),
         DenseBlock(10, activation=IDENTITY),
     ),
 )
-"""With 128 channels in the second convolution gRPC's client was the limit: 3,600 calls a second
-took more than one of two EPYC cores (2026-11-25)."""
+"""180 images a second on one of two EPYC cores, so that the clients of three times as many leave it
+that core; with 384 channels, 520 images a second, they took a quarter of it (2026-11-27)."""
 
 QUEUE_ROWS, BATCH_ROWS = 800, 64
 OVERLOADED = {"raw": "429", "grpc": "RESOURCE_EXHAUSTED"}
@@ -47,8 +47,8 @@ def test_goodput_stays_at_its_peak_at_three_times_capacity(start, tmp_path, form
         return json.loads((tmp_path / "found").read_text())["results"]
 
     peak = load("--connections", str(max(4, 256 // images)))
-    rate, errors = str(3 * peak["requests_per_s"]), ("--errors", "100%")
-    over = load(*errors, "--rate", rate, "--connections", str(3 * QUEUE_ROWS // images))
+    rate, connections = 3 * peak["requests_per_s"], min(900, 3 * QUEUE_ROWS // images)
+    over = load("--errors", "100%", "--rate", str(rate), "--connections", str(connections))
     again = load("--connections", str(max(4, 256 // images)))
     # Other programs on the machine may have taken a part of it in the meantime.
     assert over["images_per_s"] > 0.9 * min(peak["images_per_s"], again["images_per_s"])
