@@ -13,7 +13,7 @@ QUICK := -m 'not process and not long'
 ABOUT_TESTS := This takes about 90 seconds on two idle cores. Tests that start a service, a browser \
   or a training run are left out: make test-all. Tests that need a GPU, MNIST or a program that is \
   not installed are skipped; the last lines say why.
-ABOUT_ALL := This takes less than 8 minutes on two idle cores.
+ABOUT_ALL := This takes about 9 minutes on two idle cores.
 
 .DEFAULT_GOAL := help
 .PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs docs-check check format proto dist reference env-example prometheus-rule docker-image docker-up docker-down image-size clean
@@ -36,7 +36,7 @@ test: .venv/dev.stamp ## run the tests that start no process: 90 seconds on two 
 	@$(if $(ARGS),,echo '$(ABOUT_TESTS)')
 	$(PYTEST) $(QUICK) $(ARGS)
 
-test-all: .venv/dev.stamp ## run every test that needs no GPU, but the long ones: 8 minutes on two cores
+test-all: .venv/dev.stamp ## run every test that needs no GPU, but the long ones: 9 minutes on two cores
 	@$(if $(ARGS),,echo '$(ABOUT_ALL)')
 	$(PYTEST) $(ARGS)
 
