@@ -71,7 +71,7 @@ class Requests:
     watched: dict[Request, None]
     """Requests that wait for their clients, a decoder or a turn, until the deadline."""
     deadlines: Deadlines[Request]
-    """Of the requests in `watched`."""
+    """Fails the requests in `watched` whose deadline has passed."""
     timeout_s: float
     """The longest that a request may take."""
     count: Callable[[Transport, ModelKey, TimesS], None]

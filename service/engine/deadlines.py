@@ -28,9 +28,9 @@ T = TypeVar("T", bound="Work")
 class Deadlines(Generic[T]):
     """Calls `expire` with each of `waiting()` once the loop's time is past its deadline.
 
-    Nearly every request is answered in time, so that it must cost little here: whoever begins to
-    wait calls `note` if its deadline is before `look_s`. When that has passed, all that wait are
-    looked at. With equal timeouts under steady load that happens once in a timeout.
+    A request that begins to wait calls `note` if its deadline is before `look_s`, and costs nothing
+    else here, since most are answered in time. At `look_s` all waiting requests are looked at. With
+    equal timeouts under steady load that happens once in a timeout.
     """
 
     def __init__(self, waiting: Callable[[], Iterable[T]], expire: Callable[[T], None]) -> None:

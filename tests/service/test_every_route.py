@@ -208,7 +208,7 @@ def test_every_request_needs_a_key_but_those_for_health_and_pages(start, by):
     with grpc.insecure_channel(f"localhost:{service.grpc_port}") as channel:
         with pytest.raises(grpc.RpcError, match="expected one of inference") as caught:
             health_stub(channel).Check(health_pb2.HealthCheckRequest(service="none"))
-        assert "lenet" not in caught.value.details(), "whoever has no key is told no names"
+        assert "lenet" not in caught.value.details(), "a client without a key learns no model names"
     service.signal()
     assert service.wait() == ExitCode.STOPPED
     for key in (KEY, OTHER, ADMIN):

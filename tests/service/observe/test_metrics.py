@@ -68,7 +68,7 @@ GAUGES = (
     *("queue_rows", "queue_limit_rows", "contexts", "contexts_busy", "device_bytes"),
     *("workspace_bytes", "golden_error", "golden_tolerance"),
 )
-"""Of a loaded model."""
+"""Gauges that each loaded model has."""
 
 
 def load(metrics, model, sha256="ab" * 32, **values):

@@ -34,7 +34,7 @@ def saved(picture, kind, **options):
 
 
 def levels(body, kind, used=0, between=lambda pixels: None):
-    """The grey levels of a file; `between` is told how many pixels are about to be decoded."""
+    """The grey levels of a file; `between` is called before each decoding, with its pixels."""
     limits = {"max_pixels": MAX_PIXELS, "used_pixels": used, "between": between}
     return read_grey(body, kind, field="body", invert="auto", **limits)[0].astype(int)
 
