@@ -299,7 +299,8 @@ def import_(settings: Import) -> None:
     else:
         found = mapped(tensors, source, layout, read_mapping(settings.mapping))
     print(
-        f"{settings.file}, in the layout of {layout}:\n{table(tensors, found, layout)}", flush=True
+        f"{settings.file}, in the layout of {layout}:\n{table(tensors, found, source, layout)}",
+        flush=True,
     )
     scaling = (settings.input_mean, settings.input_deviation)
     epsilon = settings.epsilon or EPSILONS[layout]

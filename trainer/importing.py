@@ -408,8 +408,13 @@ def converted(
     return result
 
 
-def table(tensors: Mapping[str, Tensor], found: Mapping[str, str], layout: Layout) -> str:
-    """A line for each tensor: what it becomes, its name and shape in the file, how it is turned."""
+def table(
+    tensors: Mapping[str, Tensor], found: Mapping[str, str], source: Source, layout: Layout
+) -> str:
+    """A line for each tensor: what it becomes, its name and shape in the file, how it is turned.
+
+    Further lines name what the file lacks and what is taken instead, and what is not used.
+    """
     lines = []
     for name, taken in found.items():
         shape = tensors[taken].shape
@@ -417,6 +422,10 @@ def table(tensors: Mapping[str, Tensor], found: Mapping[str, str], layout: Layou
         if layout == "keras" and name.endswith(".weight"):
             turn = "transposed (3, 2, 0, 1)" if len(shape) == 4 else "transposed"
         lines.append(f"{name:16} <- {taken:32} {shape!s:18} {turn}".rstrip())
+    for layer, _, norm in source.weights():
+        for part, value in (("gamma", "ones"), ("beta", "zeros")) if norm else (("bias", "zeros"),):
+            if (name := f"{layer}.{part}") not in found:
+                lines.append(f"{name:16} <- {value}: the file has none")
     unused = sorted(tensors.keys() - set(found.values()))
     lines += [f"{'(not used)':16} <- {name}" for name in unused]
     return "\n".join(lines)

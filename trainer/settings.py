@@ -341,7 +341,7 @@ class Import(_Command):
     """The mean that the maker subtracted from pixels between 0 and 1."""
 
     input_deviation: float = Field(1.0, gt=0, le=1)
-    """The deviation by which it divided them."""
+    """The deviation by which it divided them; 0.00392157 if its pixels are 0 to 255."""
 
     data: Path | None = None
     """The folder of a dataset, whose test images give the accuracy."""

@@ -27,7 +27,8 @@ MAX_TENSORS = 10_000
 IGNORED = ("num_batches_tracked",)
 """Names of PyTorch's counters, which are no weights."""
 
-_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""How the bytes of each type are read; a bfloat16 is the upper half of a float32."""
 
 
 _TORCH = "save a PyTorch state dict with safetensors.torch.save_file"
@@ -108,9 +109,12 @@ def _read_safetensors(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
                 f"{name} has dtype {entry['dtype']}, expected one of {', '.join(_DTYPES)}"
             )
         try:
-            yield name, np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
+            value = np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
         except ValueError as exc:
             raise InvalidImport(f"{name} has an impossible shape ({exc})") from exc
+        if entry["dtype"] == "BF16":
+            value = (value.astype(np.uint32) << 16).view(np.float32)
+        yield name, value
 
 
 def _read_npz(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:

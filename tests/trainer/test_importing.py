@@ -113,6 +113,17 @@ def test_a_state_dict_gives_the_probabilities_of_pytorch(tmp_path, described, ca
     )
 
 
+def test_a_tensor_of_bfloat16_is_read(tmp_path):
+    values = np.array([[1.0, -2.5], [0.15625, 3.3895314e38]], np.float32)
+    halves = (values.view(np.uint32) >> 16).astype("<u2")
+    assert (values.view(np.uint16)[:, ::2] == 0).all()  # bfloat16 holds them exactly
+    tensor = {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}
+    header = json.dumps({"a.weight": tensor}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + halves.tobytes())
+    np.testing.assert_array_equal(read_tensors(path)["a.weight"], values)
+
+
 def test_a_mapping_names_the_tensors(tmp_path, described):
     arrays = load_file(GOLDEN / "torch-import.safetensors")
     mapping = importing.matched(
@@ -253,6 +264,31 @@ def test_arrays_of_keras_give_its_probabilities(tmp_path, described, blocks, nor
     np.savez(tmp_path / "keras.npz", **keras.arrays)
     assert main(tmp_path / "keras.npz", *described({"name": "mine", "blocks": blocks})) == 0
     np.testing.assert_allclose(served(tmp_path, images), probabilities, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("norm", "lines"),
+    [
+        (False, ["dense1.bias      <- zeros: the file has none"]),
+        (
+            True,
+            [
+                "dense1.gamma     <- ones: the file has none",
+                "dense1.beta      <- zeros: the file has none",
+            ],
+        ),
+    ],
+)
+def test_what_the_file_lacks_is_said_and_replaced(tmp_path, described, capsys, norm, lines):
+    arrays = arrays_of(fc1_bias=None)
+    if norm:
+        arrays |= {"norm.mean": np.zeros(30), "norm.variance": np.ones(30)}
+    np.savez(tmp_path / "a.npz", **arrays)
+    blocks = [dense(30, batch_norm=norm), dense(10)]
+    assert main(tmp_path / "a.npz", *described({"name": "mine", "blocks": blocks})) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if "has none" in line] == lines
+    assert not WeightFile.read(tmp_path / "out/mine/1.safetensors").tensors["dense1.bias"].any()
 
 
 # Files that do not fit
