@@ -7,7 +7,6 @@ rejected: its client means fractions.
 
 from __future__ import annotations
 
-import binascii
 import re
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ import orjson
 
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, TooLarge, invalid, shown
-from service.forms import advice
+from service.forms import advice, base64_text
 from service.pictures.headers import Between, describe, recognise, sniff
 
 _UINT8 = np.dtype(np.uint8)
@@ -44,7 +43,6 @@ _OTHER_KEYS = {
 _NAME = re.compile(r"\w{2,9}://|[^\n]{1,200}\.\w{2,4}\Z")
 """A URL, or the name of a file."""
 _READ_CHARACTERS = 300
-_LINES = re.compile(r"[\r\n]")
 _NUMBERS = re.compile(r"\s*[\[(]*\s*\d+(\.\d*)?[\s,]", re.ASCII)
 _HEX = re.compile(r"[0-9a-fA-F]+")
 _NOT_JSON = {
@@ -330,13 +328,11 @@ def lengths(values: list[Any]) -> list[int]:
 
 
 def _base64_pixels(text: str, field: str) -> bytes:
-    if text.startswith("data:"):
-        raise invalid(field, "a data: URL", f"{_SHAPES}; {_send_picture('image/png')}")
     try:
-        content = binascii.a2b_base64(text, strict_mode=True)
+        content = base64_text.bytes_of(text)
     except ValueError as exc:
-        expected = "784 bytes in base64, whose alphabet is A-Z, a-z, 0-9, + and /, padded with ="
-        raise invalid(field, shown(text), expected + _no_base64(text)) from exc
+        expected = f"784 bytes in {base64_text.ALPHABET}{_no_base64(text)}"
+        raise invalid(field, shown(text), expected) from exc
     if len(content) != PIXELS:
         if picture := sniff(content):
             expected = f"784 bytes of pixels; {_send_picture(picture)}"
@@ -357,8 +353,6 @@ def _no_base64(text: str) -> str:
         return "; send a list of numbers without quotes"
     if _NAME.match(text[:_READ_CHARACTERS]):
         return f"; files and URLs are not read: {_send_picture('image/png')}"
-    if _LINES.search(text):
-        return "; remove its line breaks, as base64 --wrap=0 does"
     return ""
 
 

@@ -12,7 +12,6 @@ Source: https://www.tensorflow.org/tfx/serving/api_rest
 
 from __future__ import annotations
 
-import binascii
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import orjson
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities
 from service.errors import InvalidInput, invalid, shown
+from service.forms import base64_text
 from service.forms.form import (
     JSON,
     NOTHING,
@@ -153,9 +153,10 @@ def _only(value: Any, key: str, field: str, also: str = "") -> Any:
 def _bytes(value: Any, field: str) -> bytes:
     text = _only(value, "b64", field, ' or a list, each alone or as {"image": ...}')
     try:
-        content = binascii.a2b_base64(text, strict_mode=True)
-    except (TypeError, ValueError, binascii.Error):
-        raise invalid(f"{field}.b64", shown(text), "a base64 string of 784 bytes") from None
+        content = base64_text.bytes_of(text)
+    except ValueError:
+        expected = f"a string of 784 bytes in {base64_text.ALPHABET}"
+        raise invalid(f"{field}.b64", shown(text), expected) from None
     if len(content) != PIXELS:
         found = recognise(content)[0]
         hint = "; pictures go to /predict" if found.startswith("image/") else ""
