@@ -18,6 +18,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lenet import DISTRIBUTION, distribution_version
 from service.api.endpoints import Endpoint, image_endpoint, path_of, response
@@ -25,7 +26,7 @@ from service.api.errors import plain_error_answer
 from service.api.open_inference import OpenInference
 from service.api.openapi import OIP_TAG, complete, image_route
 from service.api.page import HTML, Page, StaticFile
-from service.api.paths import DOCS_FILES, PAGE_FILES, path_like
+from service.api.paths import DOCS_FILES, PAGE_FILES, path_like, plain_path
 from service.api.routes import ImageRoute, prefers
 from service.api.schemas import Health, InfoResponse
 from service.api.tensorflow import status_routes, verb_of
@@ -76,6 +77,7 @@ def create_app(
         redirect_slashes=False,  # the redirect would contain the request's Host header
         generate_unique_id_function=_operation_id,
     )
+    app.add_middleware(_PlainPaths)
     for (method, template), image in images.items():
         path, methods = template.decode(), [method.decode()]
         app.add_api_route(path, image_endpoint(image), methods=methods, **image_route(path))
@@ -112,6 +114,19 @@ def create_app(
     return app
 
 
+class _PlainPaths:
+    """Has `app` answer requests for other spellings of a path, see `plain_path`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = path_of(scope) if scope["type"] == "http" else ""
+        if (plain := plain_path(path)) != path:
+            scope = {**scope, "path": scope["path"].removesuffix(path) + plain}
+        await self._app(scope, receive, send)
+
+
 def _operation_id(route: APIRoute) -> str:
     """The name that generated clients give to the function for a route."""
     return route.name + "_by_version" * ("{version}" in route.path)
@@ -137,6 +152,10 @@ def _add_operations(
         add = partial(app.get, tags=[tag])
         add(alive, name=f"{owner}live", summary="Liveness")(live)
         add(prepared, name=f"{owner}ready", summary="Readiness", responses=not_ready)(ready)
+    ping = app.get(
+        "/ping", name="ping", tags=["operations"], summary="Readiness", responses=not_ready
+    )
+    ping(ready)
 
     @app.get("/metrics", tags=["operations"], summary="Prometheus metrics", response_class=Response)
     async def metrics_text() -> Response:
@@ -237,8 +256,8 @@ def _routing_error_response(
     elif status == 404:
         nearest = _nearest(path, paths)
         hint = f"; did you mean {shown(nearest)}?" if nearest else ""
-        if path.rstrip("/").endswith("/models"):
-            hint = "; /info lists the models"
+        if path == "/models":
+            hint = "; /v2/models lists the models"
         message = f"path: got {shown(path)}, expected {_MAIN_PATHS} or another of /docs{hint}"
     else:
         expected = f"expected {headers.get('Allow', 'another')}; see /docs"

@@ -12,12 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lenet import DISTRIBUTION, distribution_version
-from lenet.pixels import HEIGHT, WIDTH
 from service.engine.models import Models
 from service.engine.repository import Repository
 from service.engine.versions import ModelVersion
 from service.errors import invalid, shown
-from service.forms.tensors import ALL_OUTPUTS, INPUT, TensorMetadata, output_metadata
+from service.forms.tensors import ALL_OUTPUTS, INPUT_METADATA, TensorMetadata, output_metadata
 from service.observe.metrics import Metrics, Totals
 
 PLATFORM = "lenet_safetensors"
@@ -86,7 +85,7 @@ class OpenInference:
             found.name,
             tuple(one.version.version for one in self.models.select(found.name)),
             PLATFORM,
-            (TensorMetadata(INPUT, "UINT8", (-1, HEIGHT, WIDTH)),),
+            (INPUT_METADATA,),
             output_metadata(ALL_OUTPUTS, -1, found.weights.model.classes),
         )
 

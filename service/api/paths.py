@@ -60,6 +60,7 @@ PATHS = {
     "/openapi.json": _OPEN,
     "/healthz": _OPEN,
     "/readyz": _OPEN,
+    "/ping": _OPEN,
     "/predict": Path(read_predict),
     PREFIX: _PLAIN,
     f"{PREFIX}/health/live": _OPEN_PLAIN,
@@ -77,8 +78,14 @@ _BELOW = {path.removesuffix("..."): said for path, said in PATHS.items() if path
 _OTHER = Path()
 
 
+def plain_path(path: str) -> str:
+    """`path` with one slash before it and none behind it: clients join it to a base URL."""
+    return f"/{path.strip('/')}" if path.startswith("/") else path
+
+
 def path_like(path: str) -> Path:
     """What is said of `path`, which may be a template."""
+    path = plain_path(path)
     if (found := PATHS.get(path)) is not None:
         return found
     return next((said for prefix, said in _BELOW.items() if path.startswith(prefix)), _OTHER)

@@ -332,6 +332,12 @@ class InfoResponse(BaseModel):
     explain: bool = Field(description="Whether /explain answers.")
 
 
+class ModelNames(BaseModel):
+    """The loaded models."""
+
+    models: list[str] = Field(description="The default one first, a second name of it last.")
+
+
 class Health(BaseModel):
     """The answer of the probes."""
 

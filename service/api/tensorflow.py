@@ -1,12 +1,14 @@
-"""TensorFlow Serving's REST API, for clients that come from there: prediction, and status.
+"""TensorFlow Serving's REST API, for clients that come from there.
 
-`POST /v1/models/{model}[/versions/{version}]:predict`, and `GET` of the same without `:predict`.
-A prediction has two outputs, `probabilities` and `label`.
+`POST /v1/models/{model}[/versions/{version}]:predict` predicts, `GET` of the same without
+`:predict` is the status, with `/metadata` behind it the tensors. A prediction has two outputs,
+`probabilities` and `label`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -15,7 +17,9 @@ from starlette.exceptions import HTTPException
 from service.api.endpoints import path_of
 from service.api.openapi import TENSORFLOW_TAG, UNKNOWN
 from service.api.routes import MODEL, MODEL_VERSION, TENSORFLOW
+from service.api.schemas import ModelNames
 from service.engine.models import Models
+from service.forms.tensors import ALL_OUTPUTS, INPUT_METADATA, TensorMetadata, output_metadata
 
 
 def verb_of(path: str) -> str:
@@ -42,8 +46,23 @@ class ModelStatus(BaseModel):
     ready: bool
 
 
+class ModelSpec(BaseModel):
+    """The version that `SignatureMetadata` is of."""
+
+    name: str
+    signature_name: Literal[""] = ""
+    version: str
+
+
+class SignatureMetadata(BaseModel):
+    """The tensors of a version, as the only signature of a SavedModel."""
+
+    model_spec: ModelSpec
+    metadata: dict[str, Any]
+
+
 def status_routes(models: Models) -> APIRouter:
-    """`GET` of a model: the state of its versions."""
+    """`GET` of the models, and of one: the state of its versions, and its tensors."""
     router = APIRouter(prefix=TENSORFLOW, tags=[TENSORFLOW_TAG])
 
     @router.get(MODEL_VERSION, summary="Model status", responses=UNKNOWN)
@@ -61,4 +80,42 @@ def status_routes(models: Models) -> APIRouter:
             model_version_status=versions, name=served[0].version.name, ready=models.ready
         )
 
+    @router.get("/models", summary="Names of the models")
+    async def model_list() -> ModelNames:
+        """The models that are loaded, as KServe's version 1 protocol lists them."""
+        return ModelNames(models=models.listed)
+
+    @router.get(f"{MODEL_VERSION}/metadata", summary="Model metadata", responses=UNKNOWN)
+    @router.get(f"{MODEL}/metadata", summary="Model metadata", responses=UNKNOWN)
+    async def model_signature(asked: Request) -> SignatureMetadata:
+        """The tensors of the only signature, `serving_default`; size -1 is the number of images."""
+        path = asked.path_params
+        version = models.get(path["model"], path.get("version", "")).version
+        outputs = output_metadata(ALL_OUTPUTS, -1, version.weights.model.classes)
+        signature = {
+            "inputs": _tensors([INPUT_METADATA]),
+            "outputs": _tensors(outputs),
+            "method_name": "tensorflow/serving/predict",
+        }
+        return SignatureMetadata(
+            model_spec=ModelSpec(name=version.name, version=version.version),
+            metadata={"signature_def": {"signature_def": {"serving_default": signature}}},
+        )
+
     return router
+
+
+def _tensors(tensors: Iterable[TensorMetadata]) -> dict[str, Any]:
+    """`tensors` as JSON has TensorFlow's `TensorInfo`."""
+    types = {"FP32": "DT_FLOAT"}
+    return {
+        one.name: {
+            "dtype": types.get(one.datatype, f"DT_{one.datatype}"),
+            "tensor_shape": {
+                "dim": [{"size": str(side), "name": ""} for side in one.shape],
+                "unknown_rank": False,
+            },
+            "name": f"{one.name}:0",
+        }
+        for one in tensors
+    }

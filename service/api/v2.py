@@ -20,7 +20,7 @@ from service.api.open_inference import (
 )
 from service.api.openapi import OIP_TAG, REPOSITORY, UNKNOWN, small_body
 from service.api.routes import MODEL, MODEL_VERSION, PREFIX
-from service.api.schemas import ChangeRequest, IndexRequest
+from service.api.schemas import ChangeRequest, IndexRequest, ModelNames
 from service.errors import InvalidInput, TooLarge, invalid, shown
 from wire.keys import Keys
 
@@ -45,11 +45,15 @@ def protocol_routes(answers: OpenInference, keys: Keys) -> APIRouter:
     """
     router = APIRouter(prefix=PREFIX, tags=[OIP_TAG])
 
-    @router.get("/", include_in_schema=False)
     @router.get("", summary="Server metadata")
     async def server_metadata() -> ServerMetadata:
         """Name, version and the extensions of the protocol that are supported."""
         return answers.server(EXTENSIONS)
+
+    @router.get("/models", summary="Names of the models")
+    async def model_names() -> ModelNames:
+        """The models that are loaded, the default one first."""
+        return ModelNames(models=answers.models.listed)
 
     @router.get("/models/stats", summary="Statistics of all models")
     async def all_statistics() -> dict[str, Any]:

@@ -110,6 +110,11 @@ class Models:
         alias = self._default_names - {""} if self.default in self._served else set[str]()
         return alias.union(self._served)
 
+    @property
+    def listed(self) -> list[str]:
+        """`names`, those of the weights folder first."""
+        return [*self._served, *sorted(self.names - self._served.keys())]
+
     def find(self, name: str = "", version: str = "") -> Batcher | None:
         """Like `get`, but None if it is not loaded."""
         if name in self._default_names:
@@ -149,10 +154,7 @@ class Models:
 
     def not_loaded(self, name: str) -> UnknownModel:
         """The error of a request to a model that is not loaded."""
-        loaded = (
-            ", ".join([*self._served, *sorted(self.names - self._served.keys())])
-            or "none: no model is"
-        )
+        loaded = ", ".join(self.listed) or "none: no model is"
         message = f"model {shown(name)} is not loaded, expected one of {loaded}"
         return UnknownModel(message, field="model")
 

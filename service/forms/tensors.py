@@ -58,6 +58,9 @@ class TensorMetadata:
     shape: tuple[int, ...]
 
 
+INPUT_METADATA = TensorMetadata(INPUT, "UINT8", (-1, HEIGHT, WIDTH))
+
+
 @dataclass(frozen=True, slots=True)
 class InputTensor:
     """A tensor as the client sent it, not validated.

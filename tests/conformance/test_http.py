@@ -213,6 +213,12 @@ SAME = {
     "options": ("OPTIONS", "/predict", {"Authorization": f"Bearer {KEY}"}, b"", 204),
     "head": ("HEAD", "/v2/health/ready", {}, b"", 200),
     "page": ("GET", "/", {"Accept": "text/html"}, b"", 200),
+    "slashes": ("GET", "/v2/health/ready//", {}, b"", 200),
+    "slashes of a prediction": (
+        *("POST", "/predict/", {**BYTES, "Authorization": f"Bearer {KEY}"}),
+        *(ONE, 200),
+    ),
+    "slashes without a key": ("GET", "/info/", {}, b"", 401),
     "document": ("GET", "/openapi.json", {}, b"", 200),
     "metadata": ("GET", "/v2/models/tiny", {"Authorization": f"Bearer {KEY}"}, b"", 200),
     "no key": ("POST", "/predict", BYTES, ONE, 401),

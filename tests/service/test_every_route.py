@@ -32,9 +32,9 @@ SEVEN = bytes(784)
 BYTES = {"Content-Type": "application/octet-stream"}
 RAW = {"Inference-Header-Content-Length": "0"}
 TENSORFLOW = json.dumps({"instances": [[0] * 784]})
-HEALTH = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
+HEALTH = ("/healthz", "/readyz", "/ping", "/v2/health/live", "/v2/health/ready")
 PAGES = ("/", "/page/page.js", "/openapi.json", "/docs", "/docs/static/swagger-ui.css")
-INDEX = ("/info", "/metrics", "/v2")
+INDEX = ("/info", "/metrics", "/v2", "/v2/models", "/v1/models")
 ROUTES = [
     *(("GET", path, None, {}) for path in INDEX),
     ("GET", "/v2/models/stats", None, {}),
@@ -50,6 +50,7 @@ ROUTES = [
             ),
             ("POST", f"/v2{model}/infer", SEVEN, RAW),
             ("GET", f"/v1{model}", None, {}),
+            ("GET", f"/v1{model}/metadata", None, {}),
             ("POST", f"/v1{model}:predict", TENSORFLOW, {}),
         )
     ),

@@ -130,14 +130,14 @@ MODEL_PATHS = ("", "/ready", "/config", "/stats", "/infer")
 
 
 async def test_every_route_is_documented_and_422_is_not(api):
-    plain = {"/", "/predict", "/explain", "/healthz", "/readyz", "/metrics", "/info"}
-    server = {"/v2", "/v2/health/live", "/v2/health/ready"}
+    plain = {"/", "/predict", "/explain", "/healthz", "/readyz", "/ping", "/metrics", "/info"}
+    server = {"/v2", "/v2/health/live", "/v2/health/ready", "/v1/models", "/v2/models"}
     repository = {f"/v2/repository/models/{{model}}/{verb}" for verb in ("load", "unload")}
     repository |= {"/v2/models/stats", "/v2/repository/index"}
     owners = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
     models = {f"{owner}{path}" for owner in owners for path in MODEL_PATHS}
     tensorflow = ("/v1/models/{model}", "/v1/models/{model}/versions/{version}")
-    models |= {f"{owner}{path}" for owner in tensorflow for path in ("", ":predict")}
+    models |= {f"{owner}{path}" for owner in tensorflow for path in ("", ":predict", "/metadata")}
     assert set(api["paths"]) == plain | server | models | repository
     assert api["info"]["license"]["identifier"] == "Apache-2.0"
     text = json.dumps(api)
@@ -209,4 +209,5 @@ async def test_the_document_says_which_routes_need_a_key_where_there_are_keys(op
         for path, operations in document["paths"].items()
         if all(operation.get("security") == [] for operation in operations.values())
     }
-    assert open_paths == {"/", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"}
+    health = {"/healthz", "/readyz", "/ping", "/v2/health/live", "/v2/health/ready"}
+    assert open_paths == {"/", *health}

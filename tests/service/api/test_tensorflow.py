@@ -94,5 +94,28 @@ async def test_the_status_of_a_model_is_that_of_its_versions(served):
             "name": "tiny",
             "ready": True,
         }
-    for path in ("/v1/models/none", "/v1/models/tiny/versions/9"):
+    for path in ("/v1/models/none", "/v1/models/tiny/versions/9", "/v1/models/none/metadata"):
         assert (await served.client.get(path)).status_code == 404
+
+
+async def test_the_metadata_of_a_model_is_a_signature_that_tensorflow_reads(served):
+    for path in ("/v1/models/tiny/metadata", "/v1/models/tiny/versions/3/metadata"):
+        found = (await served.client.get(path)).json()
+        assert found["model_spec"] == {"name": "tiny", "signature_name": "", "version": "3"}
+        (signature,) = found["metadata"]["signature_def"]["signature_def"].values()
+        tensors = {
+            name: (one["dtype"], [int(side["size"]) for side in one["tensor_shape"]["dim"]])
+            for name, one in (signature["inputs"] | signature["outputs"]).items()
+        }
+        assert tensors == {
+            "image": ("DT_UINT8", [-1, 28, 28]),
+            "probabilities": ("DT_FLOAT", [-1, 10]),
+            "label": ("DT_INT64", [-1]),
+        }
+
+
+async def test_the_names_of_the_models_are_listed(open_app):
+    async with open_app(model_alias="digits") as served:
+        doubled = f"http://127.0.0.1:{served.port}//v2/models/"
+        for path in ("/v1/models", "/v2/models", doubled):
+            assert (await served.client.get(path)).json() == {"models": ["tiny", "digits"]}
