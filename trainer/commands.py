@@ -15,6 +15,7 @@ import numpy as np
 from lenet.command_line import parse, unknown_variables
 from lenet.cpu import CpuBackend
 from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, InvalidSettings, LeNetError
+from lenet.model import Model
 from lenet.weightfile import Training, WeightFile
 from trainer.calibration import cooled, limit_reached, temperature
 from trainer.checkpoint import Checkpoint, Epoch
@@ -64,6 +65,9 @@ from trainer.start import (
 )
 from trainer.tensor_files import read_tensors
 
+_RATES = 5
+"""Rates that a run without --rate tries: each is half of the one before it, which diverged."""
+
 _SYNONYMS = {"rate": "--lr"}
 
 _EXIT_CODES: dict[type[Exception], int] = {
@@ -102,6 +106,7 @@ def fit(settings: Fit) -> None:
         found, lines = taken(WeightFile.read(settings.from_), model)
         print(f"{settings.from_}:\n{lines}")
     # The weight file records the resolved settings, not `auto`.
+    given = "rate" in settings.model_fields_set
     settings = settings.resolved(choose(settings.device, print))
     check(settings, settings.gpus)
     check_classes(settings.device, len(names), print)
@@ -109,68 +114,48 @@ def fit(settings: Fit) -> None:
     with _writing(settings.out):
         folder.mkdir(parents=True, exist_ok=True)  # before minutes of training
     training, validation = dataset.hold_out(settings.validation_images)
-    checkpoint = Checkpoint(
-        settings.checkpoints, settings, dataset.sha256, validation, origin(model, found)
-    )
-    print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
+    images = f"{len(training)} training, {len(validation)} validation images"
     if dataset.is_held_out_by_class(settings.validation_images):
-        print(
-            "of each class the last ones are held out: the last ones alone would leave a class "
+        images += (
+            "\nof each class the last ones are held out: the last ones alone would leave a class "
             "out of one part"
         )
-    resumed = " since it was resumed" if checkpoint.path.exists() else ""
-    run = RunFolder(settings.runs, model.name)
-    run.write_settings(
-        {
-            "command": settings.command(),
-            "recipe": settings.model_dump(mode="json", include=set(Recipe.model_fields)),
-            "model": json.loads(model.to_json()),
-            "data": str(settings.data),
-            "dataset_sha256": dataset.sha256,
-            "training_images": len(training),
-            "validation_images": len(validation),
-            "device": settings.device if settings.gpus == 1 else f"{settings.gpus} x cuda",
-        }
-    )
-
     first = initial_tensors(model, np.random.default_rng(settings.seed)) | found
     if found:
         some = training.images[:: max(1, len(training) // MOMENT_IMAGES)]
         first = with_moments(model, first, found, some, len(settings.freeze))
-
-    def work(ops: TrainingOps, rank: int) -> tuple[dict[str, Tensor], list[Epoch], float]:
-        network = Network(model, first, ops, settings.dropout, frozen=len(settings.freeze))
-        epochs, seconds = train(
-            network,
-            settings,
-            training,
-            validation,
-            checkpoint,
-            target=settings.target,
-            capture=not settings.profile,
-            leader=rank == 0,
-            phases=phases if rank == 0 else None,
-            record=run.add_epoch if rank == 0 else lambda _: None,
+    attempts: list[Checkpoint] = []
+    rates = [settings.rate] if given else [settings.rate / 2**n for n in range(_RATES)]
+    for rate in rates:
+        settings = settings.model_copy(update={"rate": rate})
+        checkpoint = Checkpoint(
+            settings.checkpoints, settings, dataset.sha256, validation, origin(model, found)
         )
-        if ops.memory_bytes:
-            print(f"GPU {rank}: {ops.memory_bytes / 1e6:.0f} MB of memory")
-        return network.tensors, epochs, seconds
-
-    try:
-        tensors, epochs, seconds = on_devices(settings, settings.gpus, work)
-    except KeyboardInterrupt as exc:
-        if checkpoint.path.exists():
-            outcome = "interrupted; the same command resumes after the last completed epoch"
-        else:
-            outcome = "interrupted before the first epoch was completed; nothing was kept"
-        raise KeyboardInterrupt(outcome) from exc
-    except OSError as exc:
-        if exc.filename is None or not checkpoint.path.exists():
-            raise
-        raise UnwritableFolder(
-            f"{exc.filename}: {exc.strerror}; once it can be written, the same command resumes "
-            f"from {checkpoint.path}"
-        ) from exc
+        attempts.append(checkpoint)
+        print(f"{settings.command()}\n{images}")
+        resumed = " since it was resumed" if checkpoint.path.exists() else ""
+        run = RunFolder(settings.runs, model.name)
+        run.write_settings(
+            {
+                "command": settings.command(),
+                "recipe": settings.model_dump(mode="json", include=set(Recipe.model_fields)),
+                "model": json.loads(model.to_json()),
+                "data": str(settings.data),
+                "dataset_sha256": dataset.sha256,
+                "training_images": len(training),
+                "validation_images": len(validation),
+                "device": settings.device if settings.gpus == 1 else f"{settings.gpus} x cuda",
+            }
+        )
+        try:
+            tensors, epochs, seconds = _trained(
+                settings, model, first, training, validation, checkpoint, run, phases
+            )
+            break
+        except TrainingDiverged as exc:
+            if rate == rates[-1]:
+                raise
+            print(f"{exc}\nno --rate is set: it begins again with {rate / 2:g}", file=sys.stderr)
     provenance = Training(
         dataset_sha256=dataset.sha256,
         seed=settings.seed,
@@ -194,7 +179,8 @@ def fit(settings: Fit) -> None:
             )
     with phases("test and export"):
         exported = export_weights(network, dataset.test, provenance, folder, CpuBackend())
-    checkpoint.discard()
+    for checkpoint in attempts:
+        checkpoint.discard()
     assert exported.logits is not None, "bug: exported without a test"
     parameters = sum(tensor.size for tensor in exported.weights.tensors.values())
     run.write_summary(
@@ -216,6 +202,59 @@ def fit(settings: Fit) -> None:
         f"{_accuracy(exported, dataset.test)}, trained in {seconds:.2f} s{resumed}, "
         f"sha256 {exported.weights.digest()}\n{_serve(settings.out)}"
     )
+
+
+def _trained(
+    settings: Fit,
+    model: Model,
+    first: Mapping[str, Tensor],
+    training: Digits,
+    validation: Digits,
+    checkpoint: Checkpoint,
+    run: RunFolder,
+    phases: Phases,
+) -> tuple[dict[str, Tensor], list[Epoch], float]:
+    """The trained tensors, the results of the epochs, and the seconds that `train` counts.
+
+    Raises:
+        KeyboardInterrupt: its message says whether the run can be resumed.
+        UnwritableFolder: the disk is full; the message says that the run can be resumed.
+        TrainingDiverged, DeviceError: as `train` and `on_devices`.
+    """
+
+    def work(ops: TrainingOps, rank: int) -> tuple[dict[str, Tensor], list[Epoch], float]:
+        network = Network(model, first, ops, settings.dropout, frozen=len(settings.freeze))
+        epochs, seconds = train(
+            network,
+            settings,
+            training,
+            validation,
+            checkpoint,
+            target=settings.target,
+            capture=not settings.profile,
+            leader=rank == 0,
+            phases=phases if rank == 0 else None,
+            record=run.add_epoch if rank == 0 else lambda _: None,
+        )
+        if ops.memory_bytes:
+            print(f"GPU {rank}: {ops.memory_bytes / 1e6:.0f} MB of memory")
+        return network.tensors, epochs, seconds
+
+    try:
+        return on_devices(settings, settings.gpus, work)
+    except KeyboardInterrupt as exc:
+        if checkpoint.path.exists():
+            outcome = "interrupted; the same command resumes after the last completed epoch"
+        else:
+            outcome = "interrupted before the first epoch was completed; nothing was kept"
+        raise KeyboardInterrupt(outcome) from exc
+    except OSError as exc:
+        if exc.filename is None or not checkpoint.path.exists():
+            raise
+        raise UnwritableFolder(
+            f"{exc.filename}: {exc.strerror}; once it can be written, the same command resumes "
+            f"from {checkpoint.path}"
+        ) from exc
 
 
 @contextmanager

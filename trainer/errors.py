@@ -5,7 +5,7 @@
     ├── InvalidDataset          a dataset file is broken: which file, what was found
     ├── DeviceUnavailable       the device does not exist, or does not support the settings
     ├── UnwritableFolder        the result cannot be written where it should be
-    ├── TrainingDiverged        the loss is NaN or infinite: which step and layer, what to try
+    ├── TrainingDiverged        the loss is NaN, infinite or huge: at which step, what to try
     ├── InvalidCheckpoint       a checkpoint that cannot be resumed from
     ├── InvalidImport           weights of another library do not fit: which tensor, which shape
     ├── InvalidRun              a folder that holds no run that ended with a result
@@ -36,7 +36,7 @@ class UnwritableFolder(TrainerError):
 
 
 class TrainingDiverged(TrainerError):
-    """The loss is NaN or infinite."""
+    """The loss is NaN, infinite or huge."""
 
 
 class InvalidCheckpoint(TrainerError):

@@ -79,7 +79,8 @@ class Recipe(_Command):
     """The learning rate: up and down once, or divided by 10 at 50 % and at 75 % of the run."""
 
     rate: float = Field(0.2, gt=0, le=100)
-    """The highest learning rate, also --lr; with --from 0.01 unless it is set."""
+    """The highest learning rate, also --lr; with --from 0.01 unless it is set. A run of fit that
+    diverges begins again with half of it, up to four times, unless it is set."""
 
     momentum: Share = 0.9
     """The share of the last update that the next one keeps."""

@@ -163,6 +163,27 @@ def test_a_run_starts_from_the_layers_of_a_file_that_fit(arguments, tmp_path, ca
     assert not np.array_equal(after.tensors["dense1.weight"], initial["dense1.weight"])
 
 
+@pytest.mark.process
+def test_a_run_that_diverges_begins_again_with_half_the_rate_unless_that_is_set(
+    arguments, tmp_path, capsys
+):
+    wide = {"type": "dense", "units": 100, "activation": "identity"}
+    own = described(tmp_path, blocks=[wide, wide, {"type": "dense", "units": 10}])
+    arguments += ["--model", str(own), "--elastic", "0"]
+    assert main([*arguments, "--rate", "0.2"]) == 4
+    diverged = capsys.readouterr().err
+    assert re.fullmatch(r"the loss is .*; try a --rate lower than 0.2\n", diverged)
+    (rate,) = (number for number, word in enumerate(arguments) if word == "--rate")
+    assert main([*arguments[:rate], *arguments[rate + 2 :]]) == 0
+    assert capsys.readouterr().err == f"{diverged}no --rate is set: it begins again with 0.1\n"
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    path = tmp_path / "out/mine/1.safetensors"
+    command = WeightFile.read(path).training.command
+    assert " --rate 0.1 " in command
+    assert main([*arguments, "--rate", "0.1"]) == 0
+    assert f"{path}, which was there already" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("freeze", ["conv2", "conv1,conv2,dense1,dense2", "conv1,conv1"])
 def test_only_the_first_layers_can_be_frozen(arguments, capsys, freeze):
     assert main([*arguments, "--model", "lenet", "--freeze", freeze]) == 2

@@ -202,6 +202,15 @@ def test_diverging_names_step_and_layer_and_keeps_the_last_good_epoch(
     assert kept == cut
 
 
+def test_a_loss_that_is_finite_but_huge_is_a_divergence(tiny, tmp_path):
+    recipe = RECIPE.model_copy(update={"model": "mlp", "rate": 5.0})
+    said = (
+        r"the loss is \d{3,} at step \d+ of 45, expected at most 100; try a --rate lower than 5.0"
+    )
+    with pytest.raises(TrainingDiverged, match=said):
+        run(tiny, tmp_path, recipe)
+
+
 @pytest.mark.parametrize(
     ("method", "found"),
     [
