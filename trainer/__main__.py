@@ -2,7 +2,8 @@
 
     python -m trainer                                      the same as fit
     python -m trainer fit --model mlp --data FOLDER ...    train, verify, write a weight file
-    python -m trainer fit --data FOLDER --labels FILE      another dataset, with names of classes
+    python -m trainer fit --data FOLDER                    pictures in a folder for each class, or
+                                                           another dataset
     python -m trainer fit --from FILE --freeze conv1       from the layers of a weight file
     python -m trainer search --trials 50                   a better recipe, by the mistakes on
                                                            held-out images; needs optuna

@@ -19,6 +19,7 @@ from lenet.model import Model
 from lenet.weightfile import Training, WeightFile
 from trainer.calibration import cooled, limit_reached, temperature
 from trainer.checkpoint import Checkpoint, Epoch
+from trainer.datasets import class_names, load
 from trainer.devices import check, check_classes, choose, on_devices, unavailable
 from trainer.download import obtain
 from trainer.errors import (
@@ -46,7 +47,7 @@ from trainer.importing import (
 )
 from trainer.inspect import SERVED, content, measure, outline, serving
 from trainer.loop import train
-from trainer.mnist import DIGITS, Digits, label_names, load
+from trainer.mnist import DIGITS, Digits, label_names
 from trainer.network import Network, initial_tensors
 from trainer.ops import Tensor, TrainingOps
 from trainer.ops_cpu import CpuOps
@@ -95,12 +96,12 @@ def fit(settings: Fit) -> None:
     Raises:
         KeyboardInterrupt: its message says whether the run can be resumed.
     """
-    names = label_names(settings.labels)
+    names = class_names(settings.data, settings.labels)
     model = read_model(settings.model, len(names))
     check_frozen(settings.freeze, model)
     phases = Phases()
     with phases("reading"):
-        dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
+        dataset = obtain(settings.data, print, names, transposed=settings.transposed)
     found: dict[str, Tensor] = {}
     if settings.from_ is not None:
         found, lines = taken(WeightFile.read(settings.from_), model)
@@ -115,11 +116,6 @@ def fit(settings: Fit) -> None:
         folder.mkdir(parents=True, exist_ok=True)  # before minutes of training
     training, validation = dataset.hold_out(settings.validation_images)
     images = f"{len(training)} training, {len(validation)} validation images"
-    if dataset.is_held_out_by_class(settings.validation_images):
-        images += (
-            "\nof each class the last ones are held out: the last ones alone would leave a class "
-            "out of one part"
-        )
     first = initial_tensors(model, np.random.default_rng(settings.seed)) | found
     if found:
         some = training.images[:: max(1, len(training) // MOMENT_IMAGES)]
@@ -299,9 +295,9 @@ def search(settings: Search) -> None:
     Raises:
         KeyboardInterrupt: its message says how to go on.
     """
-    names = label_names(settings.labels)
+    names = class_names(settings.data, settings.labels)
     model = read_model(settings.model, len(names))
-    dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
+    dataset = obtain(settings.data, print, names, transposed=settings.transposed)
     settings = settings.resolved(choose(settings.device, print))
     check(settings, 1)
     check_classes(settings.device, len(names), print)
@@ -323,11 +319,14 @@ def export(settings: Export) -> None:
 
 def import_(settings: Import) -> None:
     """Read, print what becomes what, write."""
-    names = label_names(settings.labels)
+    if settings.data is None:
+        names = label_names(settings.labels)
+    else:
+        names = class_names(settings.data, settings.labels)
     source = read_described(settings.model, len(names))
     dataset = None
     if settings.data is not None:
-        dataset = load(settings.data, len(names), transposed=settings.transposed)
+        dataset = load(settings.data, names, transposed=settings.transposed)
     tensors = read_tensors(settings.file)
     layout = layout_of(tensors) if settings.layout == "auto" else settings.layout
     if settings.mapping is None:

@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.datasets import load
 from trainer.errors import DatasetUnavailable, InvalidDataset
 from trainer.mnist import (
-    DIGITS,
     FILES,
     MAX_FILE_BYTES,
     Dataset,
     IdxFile,
-    load,
     missing_files_message,
     uncompressed,
 )
@@ -40,15 +39,15 @@ _TIMEOUT_S = 20.0
 def obtain(
     folder: Path,
     report: Callable[[str], None],
-    classes: int = len(DIGITS),
+    names: Sequence[str] | None = None,
     *,
     transposed: bool = False,
 ) -> Dataset:
-    """`load` the dataset in `folder`, which for MNIST's own folder is completed before.
+    """`load` the dataset in `folder`, or the file; MNIST's own folder is completed before.
 
     Nothing is downloaded to another folder, where a misspelt name would give MNIST instead of the
     requested dataset, nor to one that holds files of another dataset. `report` is called with
-    a line for each download.
+    a line for each download, and for pictures that are prepared.
 
     Raises:
         DatasetUnavailable: files are missing, or no mirror has them; the message says what to put
@@ -57,7 +56,7 @@ def obtain(
     """
     if folder != MNIST_FOLDER:
         try:
-            return load(folder, classes, transposed=transposed)
+            return load(folder, names, transposed=transposed, report=report)
         except DatasetUnavailable as exc:
             raise DatasetUnavailable(
                 f"{exc}; without --data MNIST is downloaded to {MNIST_FOLDER}"
@@ -78,7 +77,7 @@ def obtain(
             raise DatasetUnavailable(missing_files_message(folder, names, reason)) from exc
         with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
             download(folder, missing, client, report)
-    return load(folder, classes, transposed=transposed)
+    return load(folder, names, transposed=transposed, report=report)
 
 
 def download(

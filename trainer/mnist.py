@@ -112,22 +112,30 @@ class Digits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """The two parts, and the SHA-256 of the uncompressed files in the order of `FILES`."""
+    """The parts to train and to test on, a digest of the data, and the names of its classes.
+
+    Of files in IDX format `sha256` is that of the uncompressed bytes in the order of `FILES`.
+    `validation`: the images for it, where the data has some of its own.
+    """
 
     train: Digits
     test: Digits
     sha256: str
+    names: tuple[str, ...] = DIGITS
+    validation: Digits | None = None
 
     def hold_out(self, count: int) -> tuple[Digits, Digits]:
-        """(training, validation): the last `count` training images are for validation.
+        """(training, validation): `count` training images are for validation.
 
-        Where one part would lack a class, as of images that are sorted by class, they are the last
-        of each class, in proportion, and the first of a class only when nothing else is left.
-        They do not depend on the seed, so runs can be compared.
+        Of MNIST they are the last ones, of other data those that `divided` draws. Data with
+        validation images of its own is divided already. They do not depend on the seed, so runs can
+        be compared.
 
         Raises:
-            InvalidDataset: no images would be left to train on.
+            InvalidDataset: no images would be left to train on, or none of a class.
         """
+        if self.validation is not None:
+            return self.train, self.validation
         images, labels = self.train.images, self.train.labels
         rest = len(images) - count
         if rest < 1:
@@ -135,22 +143,62 @@ class Dataset:
                 f"the training set has {len(images)} images, expected more than the {count} held "
                 "out for validation; lower --validation-images"
             )
-        if not self.is_held_out_by_class(count):
+        if self.sha256 == _SHA256:
             return Digits(images[:rest], labels[:rest]), Digits(images[rest:], labels[rest:])
-        share = np.empty(len(labels))  # of the class's images, counted from the last
-        for label in np.unique(labels):
-            own = np.flatnonzero(labels == label)[::-1]
-            share[own] = (np.arange(len(own)) + 0.5) / len(own)
-            share[own[-1]] = 1.0  # the first image stays in training
-        held = np.zeros(len(labels), bool)
-        held[np.argsort(share, kind="stable")[:count]] = True
-        return Digits(images[~held], labels[~held]), Digits(images[held], labels[held])
+        return divided(self.train, count, self.names, "the training set")
 
-    def is_held_out_by_class(self, count: int) -> bool:
-        """Whether `hold_out` takes the last images of each class instead of the last of all."""
-        labels = self.train.labels
-        parts = labels[: len(labels) - count], labels[len(labels) - count :]
-        return any(len(np.unique(part)) < len(np.unique(labels)) for part in parts)
+
+_SHA256 = "b2d8f5bf39174ee5ffeefa97e42d673c35432b411bb5d1f74fbbeddae7f1690a"
+"""Of MNIST: `Dataset.sha256`."""
+
+
+def divided(digits: Digits, count: int, names: Sequence[str], where: str) -> tuple[Digits, Digits]:
+    """The rest, and about `count` images: of each class the same share, at least one.
+
+    They are drawn by a digest of the pixels, so neither their order nor a seed changes them, and
+    equal images are on one side. `where` begins the message of an error.
+
+    Raises:
+        InvalidDataset: `count` is less than one of each class, or a class has too few images.
+    """
+    labels, hashes = digits.labels, image_hashes(digits.images)
+    share = np.empty(len(labels))  # of the class's different images
+    classes = np.unique(labels)
+    if count < len(classes):
+        raise InvalidDataset(
+            f"{where}: got {count} images to hold out, expected at least one of each of "
+            f"{len(classes)} classes"
+        )
+    for label in classes:
+        own = np.flatnonzero(labels == label)
+        different, rank = np.unique(hashes[own], return_inverse=True)
+        if len(different) < 2:
+            raise InvalidDataset(
+                f"{where}: of the class {names[label]} it has one image{_REPEATED[len(own) > 1]}, "
+                "expected at least 3: to train, validate and test on"
+            )
+        places = (np.arange(len(different)) + 0.5) / len(different)
+        places[0], places[-1] = 0, 1
+        share[own] = places[rank]
+    held = np.isin(hashes, hashes[np.argsort(share, kind="stable")[:count]])
+    if lost := sorted(set(classes) - set(labels[~held])):
+        raise InvalidDataset(
+            f"{where}: no image of the class {names[lost[0]]} would be left to train on, expected "
+            "more images of it that differ from those of other classes"
+        )
+    return (
+        Digits(digits.images[~held], labels[~held]),
+        Digits(digits.images[held], labels[held]),
+    )
+
+
+_REPEATED = ("", " that is repeated")
+
+
+def image_hashes(images: Images) -> NDArray[np.uint64]:
+    """A number (n,) of each image: of equal images the same, of others by chance in 2^64."""
+    digests = b"".join(hashlib.blake2b(image.tobytes(), digest_size=8).digest() for image in images)
+    return np.frombuffer(digests, np.uint64)
 
 
 def read_idx(path: Path) -> tuple[NDArray[np.uint8], bytes]:
@@ -209,10 +257,17 @@ def uncompressed(path: Path) -> bytes:
     return content
 
 
-def load(folder: Path, classes: int = len(DIGITS), *, transposed: bool = False) -> Dataset:
+def load(
+    folder: Path,
+    classes: int = len(DIGITS),
+    *,
+    transposed: bool = False,
+    complete: bool = True,
+) -> Dataset:
     """Read the four files of `folder`, whose labels are 0 to `classes` - 1.
 
-    `transposed`: the images are stored column by column, as EMNIST's.
+    `transposed`: the images are stored column by column, as EMNIST's. `complete`: each class has to
+    have an image.
 
     Raises:
         DatasetUnavailable: there is no such folder, or files are missing: the message names them.
@@ -236,8 +291,8 @@ def load(folder: Path, classes: int = len(DIGITS), *, transposed: bool = False) 
         array, content = read_idx(path)
         digest.update(content)
         found.append((path, array))
-    train = _pair(*found[0], *found[1], classes)
-    test = _pair(*found[2], *found[3], classes)
+    train = _pair(*found[0], *found[1], classes, complete)
+    test = _pair(*found[2], *found[3], classes, complete)
     if transposed:
         train, test = (
             Digits(np.ascontiguousarray(part.images.transpose(0, 2, 1)), part.labels)
@@ -252,6 +307,7 @@ def _pair(
     labels_path: Path,
     labels: NDArray[np.uint8],
     classes: int,
+    complete: bool,
 ) -> Digits:
     if images.shape[1:] != (HEIGHT, WIDTH):
         raise InvalidDataset(
@@ -269,7 +325,7 @@ def _pair(
             f"{labels_path}: byte {_LABELS_START + wrong} is the label {labels[wrong]}, expected 0 "
             f"to {classes - 1}; --labels FILE names more classes"
         )
-    if absent := sorted(set(range(classes)) - set(np.unique(labels).tolist())):
+    if complete and (absent := sorted(set(range(classes)) - set(np.unique(labels).tolist()))):
         raise InvalidDataset(
             f"{labels_path}: from byte {_LABELS_START} on no label is {absent[0]}, expected each "
             f"of 0 to {classes - 1}; --labels FILE names fewer classes"

@@ -121,8 +121,8 @@ class Recipe(_Command):
     """The first layers, separated by commas, as conv1,conv2: they are not trained."""
 
     validation_images: int = Field(5_000, ge=1)
-    """How many of the training images, the last ones, are held out for validation; where a class
-    is missing among them or the rest, the last ones of each class."""
+    """How many of the training images are held out for validation: of MNIST the last ones, else the
+    same share of each class. Data with validation images of its own is not divided."""
 
     device: Device = "auto"
     """Device to train on: auto takes a GPU if there is one. The last bits of the result depend on
@@ -172,15 +172,17 @@ class Recipe(_Command):
 
 
 class Fit(Recipe):
-    """Train a network on MNIST, or on another dataset of that form, and write its weight file."""
+    """Train a network on MNIST, or on images of your own, and write its weight file."""
 
     data: Path = MNIST_FOLDER
-    """The folder with the four files of MNIST or of another dataset of 28 x 28 images. MNIST is
-    downloaded to the default folder where it is missing, and to no other."""
+    """A folder with a folder of pictures for each class, with such folders in train, validation and
+    test, or with the four files of MNIST or of a dataset of that form; or FILE.npz (x_train,
+    y_train, x_test, y_test; or images, labels) or FILE.csv (label, 784 pixels). MNIST is downloaded
+    to the default folder where it is missing, and to no other."""
 
     labels: Path | None = None
-    """A text file with the names of the classes, a line for each in their order; without it the
-    classes are the digits 0 to 9."""
+    """A text file with the names of the classes, a line for each in their order; without it they
+    are the names of the folders of pictures, else the digits 0 to 9."""
 
     from_: Path | None = None
     """A weight file to start from: of each layer that fits by name and shape the weights are
@@ -248,7 +250,7 @@ class Search(Recipe):
     model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_SEARCH_")
 
     data: Path = MNIST_FOLDER
-    """The folder of the dataset, as of fit."""
+    """The dataset, as of fit."""
 
     labels: Path | None = None
     """A text file with the names of the classes, as of fit."""
@@ -345,7 +347,7 @@ class Import(_Command):
     """The deviation by which it divided them; 0.00392157 if its pixels are 0 to 255."""
 
     data: Path | None = None
-    """The folder of a dataset, whose test images give the accuracy."""
+    """A dataset, as of fit, whose test images give the accuracy."""
 
     labels: Path | None = None
     """A text file with the names of the classes, a line for each; without it the digits 0 to 9."""

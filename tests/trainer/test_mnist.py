@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.errors import InvalidDataset
-from trainer.mnist import FILES, Dataset, Digits, label_names, load, read_idx
+from trainer.mnist import DIGITS, FILES, Dataset, Digits, divided, label_names, load, read_idx
 
 
 def test_the_digest_is_over_the_uncompressed_files_in_order(tiny, write_idx):
@@ -21,35 +21,60 @@ def test_the_digest_is_over_the_uncompressed_files_in_order(tiny, write_idx):
     assert load(packed).sha256 == hashlib.sha256(content).hexdigest()
 
 
-def test_the_last_training_images_are_held_out(tiny):
+def test_the_last_training_images_of_mnist_are_held_out(tiny, monkeypatch):
+    monkeypatch.setattr("trainer.mnist._SHA256", tiny.sha256)
     training, validation = tiny.hold_out(100)
     assert (len(training), len(validation)) == (300, 100)
     np.testing.assert_array_equal(validation.images, tiny.train.images[300:])
     np.testing.assert_array_equal(training.labels, tiny.train.labels[:300])
-    assert not tiny.is_held_out_by_class(100)
 
 
-def test_of_images_sorted_by_class_the_last_of_each_class_are_held_out(digits):
+def test_mnist_is_recognised(mnist_folder):
+    dataset = load(mnist_folder)
+    np.testing.assert_array_equal(dataset.hold_out(5_000)[1].images, dataset.train.images[-5_000:])
+
+
+def sorted_images(part):
+    return sorted(image.tobytes() for image in part.images)
+
+
+def test_images_are_divided_alike_in_any_order_and_the_same_share_of_each_class(digits):
     drawn = digits(400, 0)
     order = np.argsort(drawn.labels, kind="stable")
-    dataset = Dataset(Digits(drawn.images[order], drawn.labels[order]), digits(60, 1), "")
-    assert dataset.is_held_out_by_class(100)
-    training, validation = dataset.hold_out(100)
-    for part, each in ((training, 30), (validation, 10)):
+    rest, held = divided(drawn, 100, DIGITS, "here")
+    again = divided(Digits(drawn.images[order], drawn.labels[order]), 100, DIGITS, "here")
+    for part, other, each in ((rest, again[0], 30), (held, again[1], 10)):
         assert np.bincount(part.labels).tolist() == [each] * 10
-        assert (np.diff(part.labels.astype(int)) >= 0).all()  # in their order
-    first = np.flatnonzero(dataset.train.labels == 3)
-    np.testing.assert_array_equal(training.images[90:120], dataset.train.images[first[:30]])
-    np.testing.assert_array_equal(validation.images[30:40], dataset.train.images[first[30:]])
+        assert sorted_images(part) == sorted_images(other)
+    assert sorted_images(rest) + sorted_images(held) != sorted_images(drawn)
+    assert sorted(sorted_images(rest) + sorted_images(held)) == sorted_images(drawn)
+    fewer = sorted_images(divided(drawn, 50, DIGITS, "here")[1])
+    assert set(fewer) < set(sorted_images(held))
 
 
-def test_the_first_image_of_each_class_is_held_out_last(digits):
-    labels = np.array([0, 1, 1, 1, 1, 1, 1, 1, 1, 2], np.uint8)
-    dataset = Dataset(Digits(digits(10, 0).images, labels), digits(60, 1), "")
-    training, validation = dataset.hold_out(7)
-    assert training.labels.tolist() == [0, 1, 2]
-    assert validation.labels.tolist() == [1] * 7
-    assert len(dataset.hold_out(9)[0]) == 1
+def test_equal_images_are_on_one_side_and_each_class_on_both(digits):
+    drawn = digits(200, 0)
+    twice = np.repeat(np.arange(200), 2)
+    rest, held = divided(Digits(drawn.images[twice], drawn.labels[twice]), 40, DIGITS, "here")
+    assert len(held) == 40
+    assert not set(sorted_images(rest)) & set(sorted_images(held))
+    few = Digits(drawn.images, np.where(np.arange(200) < 197, 0, 1).astype(np.uint8))
+    for part in divided(few, 10, DIGITS, "here"):
+        assert set(part.labels) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("labels", "count", "message"),
+    [
+        ([0, 0, 0, 1, 1], 1, "here: got 1 images to hold out, expected at least one of each of 2"),
+        ([0, 0, 0, 0, 1], 2, "here: of the class b it has one image, expected at least 3"),
+        ([0, 0, 1, 1, 2], 3, "of the class c it has one image, expected"),
+        ([0, 0, 1, 1, 1], 5, "no image of the class a would be left to train on"),
+    ],
+)
+def test_too_few_images_cannot_be_divided(digits, labels, count, message):
+    with pytest.raises(InvalidDataset, match=message):
+        divided(Digits(digits(5, 0).images, np.array(labels, np.uint8)), count, "abc", "here")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,359 @@
+"""Reads a dataset in any of the forms that `--data` takes, with the names of its classes.
+
+    FOLDER/CLASS/*.png               a folder of pictures for each class
+    FOLDER/train, validation, test   such folders, or train.csv, train.npz, ...: the parts
+    FOLDER/train-images-idx3-ubyte   and the three other files of MNIST's form, see `trainer.mnist`
+    FILE.npz                         x_train, y_train, and x_test, y_test, x_validation,
+                                     y_validation where they are; or images, labels
+    FILE.csv                         a line for each image: its label, 784 pixels; with a header or
+                                     without, as .csv.gz too
+
+Sources: Keras' mnist.npz; Kaggle's "Digit Recognizer".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
+from lenet.weightfile import MAX_LABEL_CHARACTERS, is_label
+from trainer import mnist
+from trainer.errors import DatasetUnavailable, InvalidDataset
+from trainer.mnist import MAX_CLASSES, MAX_FILE_BYTES, Dataset, Digits, label_names
+from trainer.pictures import class_folders, read_pictures, visible
+
+Part: TypeAlias = Literal["train", "validation", "test"]
+PARTS: tuple[Part, ...] = ("train", "validation", "test")
+_TABLES = (".npz", ".csv", ".csv.gz")
+
+TEST_SHARE = 0.2
+"""The share of the images that are for testing, where the data has no test images of its own."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """What is in a path: the names of the classes, the parts, and a SHA-256 of all of it.
+
+    Of data that is not divided, `parts` has "train" alone. `pixels` are the sizes of the pictures
+    that the images were made of, empty where they were not made of pictures.
+    """
+
+    names: tuple[str, ...]
+    parts: Mapping[Part, Digits]
+    sha256: str
+    pixels: NDArray[np.int64]
+
+    def all(self) -> Digits:
+        """The images of all parts."""
+        parts = list(self.parts.values())
+        return Digits(
+            np.concatenate([part.images for part in parts]),
+            np.concatenate([part.labels for part in parts]),
+        )
+
+
+def class_names(path: Path, labels: Path | None) -> tuple[str, ...]:
+    """The names of the classes of `path`, in order, without reading images.
+
+    They are those of the file `labels`, else of folders of pictures, else the digits.
+
+    Raises:
+        InvalidDataset: a name cannot be one, or stands there twice, or there are too many.
+    """
+    folder = _pictures(path)
+    if labels is not None or folder is None:
+        return label_names(labels)
+    names = tuple(class_folders(folder))
+    if not 2 <= len(names) <= MAX_CLASSES:
+        found = f"the folder {names[0]} alone" if names else "no folder"
+        raise InvalidDataset(
+            f"{folder}: has {found if len(names) < 2 else f'{len(names)} folders'}, expected 2 to "
+            f"{MAX_CLASSES}, a folder with pictures for each class"
+        )
+    for name in names:
+        if not is_label(name):
+            raise InvalidDataset(
+                f"{folder}: has a folder {name[:40]!r}, expected a name of 1 to "
+                f"{MAX_LABEL_CHARACTERS} printable characters"
+            )
+    return names
+
+
+def read(
+    path: Path,
+    names: Sequence[str] | None = None,
+    *,
+    transposed: bool = False,
+    complete: bool = True,
+    report: Callable[[str], None] = print,
+) -> Found:
+    """Read `path`, whose classes are `names`; without them those of `class_names`.
+
+    `transposed`: the images of files, not pictures, are stored column by column, as EMNIST's.
+    `complete`: each part has to have every class; without it a class may be missing, as in images
+    that a network is only asked about. `report` is called with a line for what takes long.
+
+    Raises:
+        DatasetUnavailable: nothing there has one of the forms.
+        InvalidDataset: it is broken, or its classes are others; the message starts with the path.
+    """
+    names = class_names(path, None) if names is None else tuple(names)
+    if path.is_dir() and any(file.find(path) for file in mnist.FILES):
+        dataset = mnist.load(path, len(names), transposed=transposed, complete=complete)
+        both: dict[Part, Digits] = {"train": dataset.train, "test": dataset.test}
+        return Found(names, both, dataset.sha256, np.zeros(0, np.int64))
+    parts: dict[Part, Digits] = {}
+    pixels: list[NDArray[np.int64]] = []
+    for part, place in _places(path).items():
+        if place.is_dir():
+            found, sizes = _read_pictures(place, names, complete, report)
+            parts[part] = found
+            pixels.append(sizes)
+            continue
+        arrays = _npz(place) if place.suffix == ".npz" else _csv(place)
+        if place != path:  # a file for one part
+            if list(arrays) != ["train"]:
+                raise InvalidDataset(f"{place}: has parts of its own, expected one part")
+            arrays = {part: arrays["train"]}
+        for one, (images, labels) in arrays.items():
+            _check_labels(place, labels, names, complete)
+            if transposed:
+                images = np.ascontiguousarray(images.transpose(0, 2, 1))
+            parts[one] = Digits(images, labels)
+    if complete and "train" not in parts:
+        raise InvalidDataset(f"{path}: has no part train, expected the images to train on")
+    digest = hashlib.sha256("\0".join(names).encode())
+    for part in PARTS:
+        if part in parts:
+            digest.update(f"{part} {len(parts[part])}".encode())
+            digest.update(parts[part].images.tobytes() + parts[part].labels.tobytes())
+    sizes = np.concatenate(pixels) if pixels else np.zeros(0, np.int64)
+    return Found(names, parts, digest.hexdigest(), sizes)
+
+
+def load(
+    path: Path,
+    names: Sequence[str] | None = None,
+    *,
+    transposed: bool = False,
+    report: Callable[[str], None] = print,
+) -> Dataset:
+    """Read `path` for training; where it has no test images, a fifth is set aside for testing.
+
+    These are drawn from each class by a digest of the pixels: neither the seed nor the order of the
+    files changes them, and equal images are all on one side.
+
+    Raises:
+        DatasetUnavailable, InvalidDataset: as `read`, or a class has too few images to divide.
+    """
+    found = read(path, names, transposed=transposed, report=report)
+    train, test = found.parts["train"], found.parts.get("test")
+    if test is None:
+        count = max(round(TEST_SHARE * len(train)), len(found.names))
+        train, test = mnist.divided(train, count, found.names, str(path))
+    return Dataset(train, test, found.sha256, found.names, found.parts.get("validation"))
+
+
+def _pictures(path: Path) -> Path | None:
+    """The folder that has the folders of classes in it; None if `path` has another form."""
+    if not path.is_dir() or any(file.find(path) for file in mnist.FILES):
+        return None
+    folders = [place for place in _places(path, missing=False).values() if place.is_dir()]
+    return folders[0] if folders else None
+
+
+def _places(path: Path, *, missing: bool = True) -> dict[Part, Path]:
+    """The file or folder of each part, by the names in `path`; `train` is all of it without parts.
+
+    Raises:
+        DatasetUnavailable: there is nothing, unless `missing` is False.
+        InvalidDataset: a part is there twice, or beside folders that are not parts.
+    """
+    if path.name.endswith(_TABLES) and path.is_file():
+        return {"train": path}
+    places: dict[Part, Path] = {}
+    others: list[str] = []
+    for one in visible(path) if path.is_dir() else ():
+        part: Any = one.name.removesuffix(".gz").removesuffix(".npz").removesuffix(".csv")
+        part = "validation" if part == "val" else part
+        if part not in PARTS or not (one.is_dir() or one.name.endswith(_TABLES)):
+            others += [one.name] if one.is_dir() else []
+            continue
+        if part in places:
+            raise InvalidDataset(
+                f"{path}: {places[part].name} and {one.name} are both {part}, expected one of them"
+            )
+        places[part] = one
+    if others and places:
+        raise InvalidDataset(
+            f"{path}: has the folder {others[0]} beside {next(iter(places.values())).name}, "
+            "expected train, validation and test, or a folder for each class"
+        )
+    if others:
+        return {"train": path}
+    if not places and missing:
+        problem = "is a file" if path.is_file() else "no such folder"
+        if path.is_dir():
+            problem = "has none of the forms of a dataset"
+        raise DatasetUnavailable(
+            f"{path}: {problem}; expected a folder with pictures in a folder for each class, with "
+            "MNIST's four files, or with train and test, or a file that ends with .npz or .csv"
+        )
+    return {part: places[part] for part in PARTS if part in places}
+
+
+def _read_pictures(
+    folder: Path, names: tuple[str, ...], complete: bool, report: Callable[[str], None]
+) -> tuple[Digits, NDArray[np.int64]]:
+    """The pictures of one part, and their sizes in pixels."""
+    there = class_folders(folder)
+    listed = f"{', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+    if unknown := [name for name in there if name not in names]:
+        raise InvalidDataset(
+            f"{folder}: has a folder {unknown[0]}, expected one for each class: {listed}"
+        )
+    absent = [name for name in names if name not in there]
+    if absent and (complete or not there):
+        raise InvalidDataset(
+            f"{folder}: has no folder {absent[0]}, expected one for each class: {listed}"
+        )
+    present = [name for name in names if name in there]
+    images, numbers, pixels = read_pictures(folder, present, report)
+    labels = np.array([names.index(name) for name in present], np.uint8)[numbers]
+    return Digits(images, labels), pixels
+
+
+# Files of arrays
+
+_Arrays: TypeAlias = tuple[Images, NDArray[np.uint8]]
+_KEYS: tuple[tuple[Part, str, str], ...] = (
+    ("train", "x_train", "y_train"),
+    ("validation", "x_validation", "y_validation"),
+    ("test", "x_test", "y_test"),
+    ("train", "images", "labels"),
+)
+
+
+def _npz(path: Path) -> dict[Part, _Arrays]:
+    """The parts of an npz file. Raises: InvalidDataset."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {one.filename.removesuffix(".npy"): one for one in archive.infolist()}
+        for name, member in members.items():
+            if member.file_size > MAX_FILE_BYTES:
+                raise InvalidDataset(
+                    f"{path}: {name} has {member.file_size} bytes, expected at most "
+                    f"{MAX_FILE_BYTES}; save pixels as uint8"
+                )
+        with np.load(path, allow_pickle=False) as arrays:
+            found = {
+                part: (_images(path, x, arrays[x]), _labels(path, y, arrays[y], len(arrays[x])))
+                for part, x, y in _KEYS
+                if x in members and y in members
+            }
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as exc:
+        raise InvalidDataset(f"{path}: cannot be read as npz ({exc})") from exc
+    if not found:
+        raise InvalidDataset(
+            f"{path}: has {', '.join(sorted(members)[:8]) or 'no arrays'}, expected x_train, "
+            "y_train, x_test and y_test, or images and labels"
+        )
+    return found
+
+
+def _images(path: Path, name: str, array: NDArray[Any]) -> Images:
+    shape = array.shape
+    if not len(shape) or shape[1:] not in ((HEIGHT, WIDTH), (HEIGHT, WIDTH, 1), (PIXELS,)):
+        raise InvalidDataset(
+            f"{path}: {name} has shape {shape}, expected (n, {HEIGHT}, {WIDTH}) or (n, {PIXELS})"
+        )
+    if not len(array):
+        raise InvalidDataset(f"{path}: {name} has no images")
+    if array.dtype.kind not in "iu":
+        raise InvalidDataset(
+            f"{path}: {name} is {array.dtype}, expected whole numbers 0 to 255; of fractions 0 to "
+            "1 save np.round(255 * x).astype(np.uint8)"
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > 255:
+        raise InvalidDataset(f"{path}: {name} has values {low} to {high}, expected 0 to 255")
+    return np.ascontiguousarray(array.reshape(-1, HEIGHT, WIDTH).astype(np.uint8))
+
+
+def _labels(path: Path, name: str, array: NDArray[Any], count: int) -> NDArray[np.uint8]:
+    if array.shape not in ((count,), (count, 1)) or array.dtype.kind not in "iu":
+        raise InvalidDataset(
+            f"{path}: {name} is {array.dtype} of shape {array.shape}, expected whole numbers, one "
+            f"for each of {count} images"
+        )
+    if array.min() < 0 or array.max() >= MAX_CLASSES:
+        raise InvalidDataset(
+            f"{path}: {name} has values {array.min()} to {array.max()}, expected 0 to "
+            f"{MAX_CLASSES - 1}"
+        )
+    return array.reshape(-1).astype(np.uint8)
+
+
+def _csv(path: Path) -> dict[Part, _Arrays]:
+    """The images and labels of a CSV file. Raises: InvalidDataset."""
+    content = mnist.uncompressed(path)
+    first = content[:20_000].split(b"\n", 1)[0].strip().decode("latin-1")
+    columns = first.split(",")
+    is_header = not columns[0].strip('" ').isdigit()
+    if is_header and columns[0].strip('" \ufeff').lower() not in ("label", "\xef\xbb\xbflabel"):
+        raise InvalidDataset(
+            f"{path}: its first column is {columns[0][:40]!r}, expected label, then {PIXELS} "
+            "pixels; Kaggle's test.csv has no labels"
+        )
+    if len(columns) != 1 + PIXELS:
+        raise InvalidDataset(
+            f"{path}: line 1 has {len(columns)} columns, expected {1 + PIXELS}: the label, then "
+            f"{PIXELS} pixels"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            rows = np.loadtxt(
+                io.BytesIO(content),
+                np.uint8,
+                comments=None,
+                delimiter=",",
+                skiprows=int(is_header),
+                ndmin=2,
+            )
+    except (ValueError, Warning) as exc:
+        counted = ", counted behind the header" if is_header else ""
+        raise InvalidDataset(
+            f"{path}: {str(exc).rstrip('.')}; expected whole numbers 0 to 255, {1 + PIXELS} in a "
+            f"row{counted}"
+        ) from exc
+    images = np.ascontiguousarray(rows[:, 1:]).reshape(-1, HEIGHT, WIDTH)
+    return {"train": (images, rows[:, 0].copy())}
+
+
+def _check_labels(
+    path: Path, labels: NDArray[np.uint8], names: Sequence[str], complete: bool
+) -> None:
+    """Raises: InvalidDataset: a label beyond the classes, or a class without an image."""
+    if labels.max() >= len(names):
+        wrong = int((labels >= len(names)).argmax())
+        raise InvalidDataset(
+            f"{path}: image {wrong} has the label {labels[wrong]}, expected 0 to {len(names) - 1}; "
+            "--labels FILE names more classes"
+        )
+    if complete and (absent := sorted(set(range(len(names))) - set(np.unique(labels).tolist()))):
+        raise InvalidDataset(
+            f"{path}: no image has the label {absent[0]}, expected each of 0 to {len(names) - 1}; "
+            "--labels FILE names fewer classes"
+        )
