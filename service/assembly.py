@@ -54,8 +54,8 @@ from wire.keys import Keys
 _log = logging.getLogger(__name__)
 
 _DECODER_BYTES = 256 << 20
-"""60 MiB for the process itself, 155 for the largest WebP, 130 for a PNG of 16 megapixels with
-transparency. With 384 JSON of 30 MB killed the process instead of being refused."""
+"""60 MiB for the process itself, 155 for the largest WebP or PNG. With 384 JSON of 30 MB killed the
+process instead of being refused."""
 
 
 @dataclass(frozen=True, slots=True)

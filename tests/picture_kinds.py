@@ -1,11 +1,12 @@
 """Kinds of pictures that people send, each made from a digit of MNIST and a random generator.
 
     LENET_TEST_MNIST=FOLDER python -m tests.picture_kinds [--count 300] [--seed 1000] [KIND ...]
+    LENET_TEST_MNIST=FOLDER python -m tests.picture_kinds --megapixels 1 12 24 48 [--count 300]
 
 prints how many of each kind the model `lenet` reads right, how many are warned of, and what a
-picture takes to decode. A kind is a function from a digit, uint8 (28, 28) with ink high, to the
-file of a picture and its content type. Sizes, positions, colours and distortions are drawn from the
-generator.
+picture takes to decode; or the same of photographs of the same scenes in several sizes. A kind is a
+function from a digit, uint8 (28, 28) with ink high, to the file of a picture and its content type.
+Sizes, positions, colours and distortions are drawn from the generator.
 """
 
 from __future__ import annotations
@@ -168,6 +169,34 @@ def photograph(picture: Field, random: Random) -> tuple[bytes, str]:
     picture += random.normal(0, random.uniform(2, 6), picture.shape)
     tint = np.array([1, random.uniform(0.9, 1), random.uniform(0.75, 1)])
     return encoded(picture[..., np.newaxis] * tint, "JPEG", quality=int(random.integers(60, 95)))
+
+
+def scene(digit: Any, random: Random, *, megapixels: float) -> tuple[bytes, str]:
+    """A digit on paper, somewhere in a photograph of 4:3, by a camera of so many megapixels.
+
+    Equal generators give equal scenes, but for the noise of each pixel.
+    """
+    height = round((megapixels * 1e6 * 3 / 4) ** 0.5)
+    width = round(height * 4 / 3)
+    side = int(height * random.uniform(0.15, 0.8) * 28 / 22)
+    margin = (28 - 22) / 28 * side / 2
+    top, left = random.uniform(-margin, [height - side + margin, width - side + margin])
+    paper, ink = random.uniform(170, 230), random.uniform(20, 90)
+    light = shading(random, (256, 256)).astype(np.float32)
+    blur, sigma = random.uniform(0, height / 600), random.uniform(2, 6)
+    tint = (1, random.uniform(0.9, 1), random.uniform(0.75, 1))
+    quality = int(random.integers(75, 95))
+
+    share = Image.new("L", (width, height))
+    digit_share = (255 * strokes(digit, side)).astype(np.uint8)
+    share.paste(Image.fromarray(digit_share), (round(left), round(top)))
+    bright = np.asarray(Image.fromarray(light).resize((width, height)))
+    sharp = bright * (paper - (paper - ink) / 255 * np.asarray(share, np.float32))
+    soft = Image.fromarray(sharp.astype(np.uint8)).filter(ImageFilter.GaussianBlur(blur))
+    noise = random.standard_normal((height, width), np.float32)
+    grey = np.clip(soft + np.float32(sigma) * noise, 0, 255).astype(np.uint8)
+    channels = [Image.fromarray(grey).point(lambda level, part=part: level * part) for part in tint]
+    return encoded(Image.merge("RGB", channels), "JPEG", quality=quality)
 
 
 def tight(digit: Any, random: Random) -> tuple[bytes, str]:
@@ -556,6 +585,7 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", metavar="KIND")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--megapixels", nargs="+", type=float, metavar="N")
     arguments = parser.parse_args()
     test = load(Path(os.environ["LENET_TEST_MNIST"])).test
     # The other half was looked at while the preparation was built.
@@ -570,6 +600,11 @@ def main() -> None:
         notes = "; ".join(filter(None, (refused, warned)))
         print(f"{name:34} {of} {share:5.1f} %  {took_ms:5.1f} ms  {notes}", flush=True)
 
+    if arguments.megapixels:
+        for size in arguments.megapixels:
+            pictures = of_kind(partial(scene, megapixels=size), *draw)
+            show(f"photographed, {size:g} megapixels", outcome(pictures))
+        return
     for name in arguments.kinds or KINDS:
         show(name, outcome(of_kind(KINDS[name], *draw)))
     if arguments.kinds:

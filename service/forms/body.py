@@ -46,12 +46,12 @@ Fortran's order (one Xeon core, 2026-11-22)."""
 class Limits:
     """Limits of one request.
 
-    `max_picture_pixels` applies to all pictures of a request together: 16,777,216 are one
-    telephone photograph, or 256 drawings of 256 x 256.
+    `max_picture_pixels` applies to all pictures of a request together: 67,108,864 are one
+    photograph of 64 megapixels, or 1,024 drawings of 256 x 256.
     """
 
     max_images: int
-    max_picture_pixels: int = 16_777_216
+    max_picture_pixels: int = 1 << 26
 
 
 Doubts: TypeAlias = list[tuple[int, Doubt]]

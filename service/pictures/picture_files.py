@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageChops
 from PIL.ImageFile import ImageFile
 
 from service.errors import InvalidInput, TooLarge, invalid
@@ -46,10 +46,22 @@ _RUN_LENGTH_PASSES = 32
 _MAX_COMPRESSED_TEXTS = 64
 """Maximum profiles and compressed texts of a PNG. Pillow unpacks up to 1 MiB of each, in 2.4 ms."""
 
-MAX_WIDE_PIXELS = 1 << 23
-"""Maximum pixels of a WebP or AVIF: their decoders take about 18 bytes for each, twice as many as
-the others."""
+_MAX_DECODED_BYTES = 144 << 20
+"""Maximum bytes of one picture's decoded pixels, with what its decoder keeps beside them."""
+
+_MAX_WIDE_PIXELS = 1 << 23
+"""Maximum pixels of a WebP or AVIF: their decoders take about 18 bytes for each."""
 _WIDE = frozenset(("image/webp", "image/avif"))
+
+_MODE_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}
+"""Bytes of a pixel in Pillow's memory. Other modes have 4."""
+
+_STRIP_PIXELS = 1 << 18
+"""Pixels that are made grey at a time."""
+
+_DRAFT = "L", (2 * _WORKING_SIDE, 2 * _WORKING_SIDE)
+"""libjpeg can decode to a half, quarter or eighth of the size and to grey: 35 ms instead of 100 for
+a 12-megapixel photograph (EPYC, 2026-11-20). No effect on other formats."""
 
 _UNREADABLE = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, OSError),
@@ -112,15 +124,15 @@ def read_grey(
     rest light. `max_pixels` is the limit of the whole request, of which `used_pixels` are taken.
     `between` gets the number of pixels before they are decoded, times the passes over them.
 
-    Raises: InvalidInput (another type, damaged), TooLarge (too many pixels).
+    Raises: InvalidInput (another type, damaged), TooLarge (too many pixels, too much memory).
     """
     if sniff(body) != declared:
         raise invalid(field, describe(body), declared + recognise(body)[1])
     most = max_pixels - used_pixels
     used = f", {used_pixels} of which are used" if used_pixels else ""
     allowed = f"at most {max_pixels} in a request{used}; scale the picture down"
-    if declared in _WIDE and most > MAX_WIDE_PIXELS:
-        most = MAX_WIDE_PIXELS
+    if declared in _WIDE and most > _MAX_WIDE_PIXELS:
+        most = _MAX_WIDE_PIXELS
         allowed = f"at most {most} in {declared}; scale it down, or send it as PNG or JPEG"
     pillows_limit = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():
@@ -130,16 +142,27 @@ def read_grey(
         try:
             picture = _opened(body, declared)
             width, height = picture.size
+            got = f"{width} x {height} pixels"
             if width * height > most:
-                got = f"{width} x {height} pixels"
                 raise TooLarge(f"{field}: got {got}, expected {allowed}", field=field)
             passes = _passes(picture, body)
             if passes * width * height > _MAX_WORK_PIXELS:
-                raise ValueError(f"{passes} passes over it are too many; save it as PNG")
+                raise ValueError(
+                    f"{passes} passes over it are too many; save it as PNG or baseline JPEG"
+                )
+            needed = _beside_bytes(picture, passes)
+            picture.draft(*_DRAFT)
+            needed += picture.width * picture.height * _MODE_BYTES.get(picture.mode, 4)
+            if needed > _MAX_DECODED_BYTES:
+                raise TooLarge(
+                    f"{field}: got {got}, which take {needed} bytes to decode, expected at most "
+                    f"{_MAX_DECODED_BYTES}; scale it down, or send it as baseline JPEG",
+                    field=field,
+                )
             between(passes * width * height)
             frame = picture.tile[0][1] if declared == "image/gif" else None
             picture, orientation = _loaded(picture, body, declared)
-            grey, alpha = _luminance(picture)
+            grey = _averaged(picture, frame, invert)
         except Image.DecompressionBombError as exc:
             got = re.findall(r"\d+", str(exc))[0]
             raise TooLarge(f"{field}: got {got} pixels, expected {allowed}", field=field) from exc
@@ -147,17 +170,6 @@ def read_grey(
             raise InvalidInput(f"{field}: not a readable {declared}: {exc}", field=field) from exc
         finally:
             Image.MAX_IMAGE_PIXELS = pillows_limit
-    if frame is not None and frame != (0, 0, width, height):
-        # The rest of the canvas is transparent.
-        place = Image.new("L", grey.size, 0)
-        place.paste(alpha.crop(frame) if alpha else 255, frame)
-        alpha = place
-    if alpha is not None:
-        paper = Image.new("L", grey.size, 0 if _is_light_on_clear(grey, alpha, invert) else 255)
-        grey = Image.composite(grey, paper, alpha)
-    factor = -(-max(grey.size) // _WORKING_SIDE)
-    if factor > 1:
-        grey = grey.reduce(factor)
     if orientation in _EXIF_TRANSPOSE:
         grey = grey.transpose(_EXIF_TRANSPOSE[orientation])
     return np.asarray(grey), width * height
@@ -180,11 +192,7 @@ def _opened(body: bytes, kind: str) -> ImageFile:
 
 
 def _loaded(picture: ImageFile, body: bytes, kind: str) -> tuple[ImageFile, Any]:
-    """The picture, decoded, and what its file says of the orientation. Raises: likewise."""
-    # libjpeg can decode to a half, quarter or eighth of the size and to grey: 35 ms instead of 100
-    # for a 12-megapixel photograph (EPYC, 2026-11-20). No effect on other formats.
-    draft = "L", (2 * _WORKING_SIDE, 2 * _WORKING_SIDE)
-    picture.draft(*draft)
+    """The drafted picture, decoded, and what its file says of the orientation. Raises: likewise."""
     try:
         picture.load()
     except OSError:
@@ -193,7 +201,7 @@ def _loaded(picture: ImageFile, body: bytes, kind: str) -> tuple[ImageFile, Any]
         # It may lack nothing but its end marker: then no pixel depends on what follows.
         ends = [_opened(body.rstrip(b"\xff") + end, kind) for end in _JPEG_ENDS]
         for each in ends:
-            each.draft(*draft)
+            each.draft(*_DRAFT)
             each.load()
         picture, other = ends
         if picture.tobytes() != other.tobytes():
@@ -224,6 +232,19 @@ def _passes(picture: ImageFile, body: bytes) -> int:
         scans += marker[0] == b"\xff\xda"
         at = marker.end() + int.from_bytes(body[marker.end() : marker.end() + 2], "big")
     raise ValueError(f"it has too many parts: more than {_MAX_READS} segments")
+
+
+def _beside_bytes(picture: Any, passes: int) -> int:
+    """What the decoder of a TIFF or JPEG keeps at most, beside the pixels."""
+    pixels = picture.width * picture.height
+    if picture.format == "TIFF":  # a strip or tile, which may be the whole picture
+        return int(pixels * _MODE_BYTES.get(picture.mode, 4))
+    if picture.format != "JPEG" or passes == 1:
+        return 0
+    # Coefficients of all scans, 2 bytes each.
+    across, down = zip(*(layer[1:3] for layer in picture.layer), strict=True)
+    areas = sum(x * y for x, y in zip(across, down, strict=True))
+    return int(2 * pixels * areas / (max(across) * max(down)))
 
 
 def _tiff_pixels(picture: Any, body: bytes) -> int:
@@ -260,17 +281,67 @@ def _with_full_palette(body: bytes) -> bytes:
     return head + body[50:at] + palette + body[at + 4 * colours :]
 
 
-def _luminance(picture: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """ITU-R 601 luma and opacity, both of mode L; no opacity where every pixel is opaque."""
-    if picture.mode == "P" and picture.palette is None:
+def _averaged(picture: Image.Image, frame: Any, invert: Invert) -> Image.Image:
+    """Luminance, its longer side averaged down to `_WORKING_SIDE`, transparent pixels on paper.
+
+    `frame` is the part of a GIF that is not transparent. One strip after another: whole copies in
+    other modes would take twice the picture's memory.
+    """
+    width, height = picture.size
+    factor = -(-max(width, height) // _WORKING_SIDE)
+    rows = factor * max(1, _STRIP_PIXELS // (factor * width))
+    greys, alphas, visible = [], [], [0] * 256
+    if frame == (0, 0, width, height):
+        frame = None
+    for top in range(0, height, rows):
+        bottom = min(top + rows, height)
+        is_whole = bottom - top == height
+        grey, alpha = _luminance(picture, None if is_whole else (0, top, width, bottom))
+        if frame is not None:
+            # The rest of the canvas is transparent.
+            place = Image.new("L", grey.size, 0)
+            first, last = (min(max(edge - top, 0), grey.height) for edge in frame[1::2])
+            within = (frame[0], first, frame[2], last)
+            if first < last:
+                place.paste(alpha.crop(within) if alpha else 255, within)
+            alpha = place
+        if alpha is not None:
+            visible = [sum(both) for both in zip(visible, grey.histogram(alpha), strict=True)]
+            grey = Image.composite(grey, Image.new("L", grey.size, 0), alpha)
+            alphas.append(alpha.reduce(factor) if factor > 1 else alpha)
+        greys.append(grey.reduce(factor) if factor > 1 else grey)
+    grey = _joined(greys)
+    if not alphas or _is_light_on_clear(visible, width * height, invert):
+        return grey
+    return ImageChops.add(grey, ImageChops.invert(_joined(alphas)))
+
+
+def _joined(strips: list[Image.Image]) -> Image.Image:
+    """One below another."""
+    if len(strips) == 1:
+        return strips[0]
+    joined = Image.new("L", (strips[0].width, sum(strip.height for strip in strips)))
+    top = 0
+    for strip in strips:
+        joined.paste(strip, (0, top))
+        top += strip.height
+    return joined
+
+
+def _luminance(
+    whole: Image.Image, box: tuple[int, int, int, int] | None
+) -> tuple[Image.Image, Image.Image | None]:
+    """ITU-R 601 luma and opacity of a part, both of mode L; no opacity where all is opaque."""
+    if whole.mode == "P" and whole.palette is None:
         raise ValueError("it has no palette")
-    if picture.mode in ("I", "F"):
+    if whole.mode in ("I", "F"):
         raise ValueError("it has 32 bits a pixel and channel, expected at most 16")
+    picture = whole if box is None else whole.crop(box)
     transparent = picture.info.get("transparency")
     if picture.mode.startswith("I;16"):
         # Pillow clips 16 bits to 255 where it converts them.
         deep, bits = np.asarray(picture), 16
-        if tags := getattr(picture, "tag_v2", None):  # of a TIFF
+        if tags := getattr(whole, "tag_v2", None):  # of a TIFF
             bits = tags[258][0]
             if tags.get(262, 0) == 0:  # white is zero
                 deep = 65_535 - deep
@@ -288,11 +359,11 @@ def _luminance(picture: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     return picture.convert("L"), picture.getchannel("A")
 
 
-def _is_light_on_clear(grey: Image.Image, alpha: Image.Image, invert: Invert) -> bool:
+def _is_light_on_clear(visible: list[int], pixels: int, invert: Invert) -> bool:
+    """By the histogram of the pixels that are not quite transparent."""
     if invert != "auto":
         return invert == "false"
-    visible = grey.histogram(alpha)
     count = sum(visible)
-    if count >= 0.5 * grey.width * grey.height:
+    if count >= 0.5 * pixels:
         return False  # a sheet with transparent corners, for example
     return sum(level * pixels for level, pixels in enumerate(visible)) > 160 * count

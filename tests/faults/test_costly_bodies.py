@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import signal
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
+from PIL import Image
 
 from tests.documented import documented
 from tests.faults.checks import cpu_s, decoding, has_ended, samples, total, until
 from tests.faults.clients import opened, request
-from tests.pictures import FORM, PNG, encoded, long_form, seven
+from tests.pictures import FORM, PNG, long_form, seven
 from tests.service_process import PATIENCE_S
 
 LONG = long_form()
@@ -78,6 +79,26 @@ def test_decoders_end_in_time_when_the_service_stops_or_is_killed(start, number)
     assert "Traceback" not in service.log
 
 
+def peak_bytes(pid):
+    """The most memory that a process has had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)[1]) * 1024
+
+
+def large(width, height, kind="L"):
+    """Light ink on a dark picture of this size, nearly opaque if `kind` is RGBA."""
+    picture = Image.new(kind, (width, height), (0, 0, 0, 254) if kind == "RGBA" else 0)
+    at = width // 2 - 100, height // 2 - 900, width // 2 + 100, height // 2 + 900
+    picture.paste((255,) * len(picture.getbands()), at)
+    return picture
+
+
+def file_of(picture, kind, **options):
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
 @pytest.mark.states(
     "limits", "memory of such a process", found="the limits in /proc of a decoding process"
 )
@@ -86,21 +107,43 @@ def test_decoders_end_in_time_when_the_service_stops_or_is_killed(start, number)
     "pixels of all pictures in a request; of a WebP or AVIF",
     found="pictures of as many pixels, and of a line more",
 )
-def test_the_largest_picture_fits_into_the_memory_of_a_decoder(start):
-    rows, webp_rows = (int(n) // 4096 for n in documented("pixels of all pictures in a request"))
-    service = start("--max-body-bytes", "1000000").ready()
-    broad = np.zeros((rows, 4096, 4), np.uint8)
-    broad[..., 3] = 254
-    broad[1000:3000, 1900:2100] = 255
-    assert post(service, encoded(broad), PNG)[0] == 200, "the largest picture fits"
+@pytest.mark.states(
+    "limits",
+    "memory of a decoded picture",
+    found="the largest PNG, TIFF and progressive JPEG",
+)
+def test_the_largest_pictures_fit_into_the_memory_of_a_decoder(start):
+    most, webp_most = documented("pixels of all pictures in a request")
+    decoded_bytes = documented("memory of a decoded picture")[-1]
+    service = start("--max-body-bytes", "2000000").ready()
+
+    def answer(picture, kind, **options):
+        return post(service, file_of(picture, kind, **options), f"image/{kind.lower()}")
+
+    assert answer(large(8064, 6048), "JPEG")[0] == 200, "a telephone's 48 megapixels"
     (pid,) = decoding(service)
+    assert peak_bytes(pid) < 150e6
+    status, text = answer(large(10_000, 10_000), "JPEG")
+    assert (status, b"expected at most 67108864" in text) == (413, True)
+    assert peak_bytes(pid) < 150e6
     limits = Path(f"/proc/{pid}/limits").read_text()
     size = re.search(r"^Max data size +(\d+)", limits, re.MULTILINE)[1]
-    assert int(size) == documented("memory of such a process")[0] + 2_000_000
-    assert post(service, encoded(np.zeros((rows + 1, 4096), np.uint8)), PNG)[0] == 413
-    webp = encoded(broad[:webp_rows], "WEBP", lossless=True, quality=0)
-    assert post(service, webp, "image/webp")[0] == 200, "the largest WebP fits"
-    webp = encoded(broad[: webp_rows + 1], "WEBP", quality=0)
-    status, text = post(service, webp, "image/webp")
+    assert int(size) == documented("memory of such a process")[0] + 4_000_000
+
+    assert answer(large(8192, most // 8192), "PNG")[0] == 200
+    assert answer(large(8192, most // 8192 + 1), "PNG")[0] == 413
+    rows = decoded_bytes // 4 // 4096
+    assert answer(large(4096, rows, "RGBA"), "PNG")[0] == 200, "the largest PNG in colour"
+    status, text = answer(large(4096, rows + 1, "RGBA"), "PNG")
+    assert (status, b"bytes to decode, expected at most 150994944" in text) == (413, True)
+    one_strip = {"compression": "tiff_lzw", "tiffinfo": {278: rows}}
+    assert answer(large(4096, rows // 2, "RGB"), "TIFF", **one_strip)[0] == 200
+    scans = {"progressive": True, "subsampling": 0}
+    assert answer(large(4096, 6000, "RGB"), "JPEG", **scans)[0] == 200
+
+    rows = webp_most // 4096
+    webp = {"lossless": True, "quality": 0}
+    assert answer(large(4096, rows, "RGBA"), "WEBP", **webp)[0] == 200, "the largest WebP fits"
+    status, text = answer(large(4096, rows + 1, "RGBA"), "WEBP", quality=0)
     assert (status, b"expected at most 8388608" in text) == (413, True)
     assert decoding(service) == [pid]

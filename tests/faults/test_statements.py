@@ -351,7 +351,7 @@ def test_what_is_loaded_is_what_the_files_and_the_system_say(start_committed):
     expected |= {"sha256": digest, "parameters": sum(map(math.prod, tensors))}
     names = ("accuracy", "epochs", "seed", "dataset_sha256", "labels")
     assert model == expected | {name: training[name] for name in names}
-    assert limits.pop("max_picture_pixels") == 1 << 24
+    assert limits.pop("max_picture_pixels") == 1 << 26
     for name, limit in limits.items():
         (row,) = re.findall(rf"^\| `--{name.replace('_', '-')}`.*", defaults, re.MULTILINE)
         assert f"| `{limit}` |" in row

@@ -33,9 +33,9 @@ def saved(picture, kind, **options):
     return file.getvalue()
 
 
-def levels(body, kind, used=0, between=lambda pixels: None):
+def levels(body, kind, used=0, between=lambda pixels: None, most=MAX_PIXELS):
     """The grey levels of a file; `between` is called before each decoding, with its pixels."""
-    limits = {"max_pixels": MAX_PIXELS, "used_pixels": used, "between": between}
+    limits = {"max_pixels": most, "used_pixels": used, "between": between}
     return read_grey(body, kind, field="body", invert="auto", **limits)[0].astype(int)
 
 
@@ -43,12 +43,12 @@ class Decoding(Exception):
     """Ends the reading of a file before its pixels are decoded. Its argument: how many they are."""
 
 
-def pixels_to_decode(body, kind):
+def pixels_to_decode(body, kind, most=MAX_PIXELS):
     def stop(pixels):
         raise Decoding(pixels)
 
     with pytest.raises(Decoding) as caught:
-        levels(body, kind, between=stop)
+        levels(body, kind, between=stop, most=most)
     return caught.value.args[0]
 
 
@@ -254,6 +254,42 @@ def test_a_frame_smaller_than_its_canvas_lies_on_transparent_pixels(make, kind, 
     assert np.abs(digit(make(dark, place, (300, 300)), kind) - EXPECTED).mean() < 0.1
 
 
+NOISE = [
+    Image.fromarray(one) for one in np.random.default_rng(5).integers(0, 256, (2, 90, 500), "u1")
+]
+ROWS = np.repeat(np.arange(90, dtype=np.uint8)[:, np.newaxis], 500, 1)
+LIGHT_ABOVE = Image.fromarray(np.where(ROWS < 30, 230, 20).astype(np.uint8))
+CLEAR_BETWEEN = Image.fromarray(np.where((ROWS < 30) | (ROWS >= 80), 255, 0).astype(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("picture", "transparent"),
+    [
+        *((NOISE[0].convert(mode), None) for mode in ("L", "1", "RGB")),
+        (NOISE[0].quantize(8), None),
+        (NOISE[0].quantize(8), 2),
+        (NOISE[0].convert("RGB"), (7, 7, 7)),
+        (Image.merge("LA", NOISE), None),
+        (Image.merge("LA", [LIGHT_ABOVE, CLEAR_BETWEEN]), None),
+        (Image.merge("RGBA", [*NOISE, *NOISE]), None),
+        (Image.fromarray(np.asarray(NOISE[0]) * np.uint16(250)), None),
+    ],
+    ids=lambda value: getattr(value, "mode", str(value)),
+)
+def test_a_picture_of_three_times_the_sides_has_the_same_levels(picture, transparent):
+    """It is averaged part by part."""
+    options = {} if transparent is None else {"transparency": transparent}
+    large = picture.resize((1500, 270), Image.Resampling.NEAREST)
+    small = levels(saved(picture, PNG, **options), PNG)
+    np.testing.assert_array_equal(levels(saved(large, PNG, **options), PNG), small)
+    if picture.mode == "P":
+        frame, large_frame = (
+            on_screen(one, (8 * n, 9 * n), (510 * n, 103 * n))
+            for one, n in ((picture, 1), (large, 3))
+        )
+        np.testing.assert_array_equal(levels(large_frame, GIF), levels(frame, GIF))
+
+
 # Orientation
 
 STORED_BY = {
@@ -423,6 +459,52 @@ def test_a_size_is_checked_before_anything_is_decoded(kind, width, height):
         words = f"body: got {got} pixels, expected at most 1000000 in a request; scale the"
         assert type(caught.value) is TooLarge
         assert caught.value.message.startswith(words)
+
+
+MEMORY_ROW = "memory of a decoded picture"
+
+
+def resized(jpeg, width, height):
+    """A JPEG that states another size than that of its pixels."""
+    at = max(jpeg.find(b"\xff\xc0"), jpeg.find(b"\xff\xc2"))
+    return jpeg[: at + 5] + struct.pack(">HH", height, width) + jpeg[at + 9 :]
+
+
+def progressive(**options):
+    return saved(COLOUR, JPEG, progressive=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "byte_count"),
+    [
+        (lambda *size: stated(PNG, *size), PNG, 4),
+        (lambda *size: bmp(8, 0, b"", size=size), BMP, 1),
+        (lambda *size: strips(*size, b""), TIFF, 2),
+        (lambda *size: strips(*size, b"", bits=(8,) * 3, white=2), TIFF, 8),
+        (lambda *size: resized(progressive(subsampling=0), *size), JPEG, 6 + 1 / 16),
+    ],
+    ids=["PNG", "BMP", "TIFF", "colour TIFF", "progressive"],
+)
+def test_the_memory_of_a_picture_is_checked_before_it_is_decoded(make, kind, byte_count):
+    width = 4096  # and so many rows of a JPEG are drafted to a quarter of both sides
+    rows = int(documented(MEMORY_ROW)[-1] / width / byte_count)
+    assert pixels_to_decode(make(width, rows - 8), kind, 1 << 30) >= width * (rows - 8)
+    with pytest.raises(
+        TooLarge, match=rf"got {width} x {rows + 8} pixels, which take \d+ bytes to"
+    ):
+        levels(make(width, rows + 8), kind, most=1 << 30)
+    if kind == JPEG:
+        subsampled = resized(progressive(subsampling=2), width, rows + 8)
+        assert pixels_to_decode(subsampled, kind, 1 << 30)
+
+
+def test_a_jpeg_in_one_scan_may_have_as_many_pixels_as_a_request():
+    most = Limits(1).max_picture_pixels
+    for mode in ("L", "RGB", "CMYK"):
+        body = saved(COLOUR.convert(mode), JPEG)
+        assert pixels_to_decode(resized(body, 8192, 8192), JPEG, most) == most
+    with pytest.raises(TooLarge, match="got 8193 x 8192 pixels, expected at most 67108864"):
+        levels(resized(body, 8193, 8192), JPEG, most=most)
 
 
 @pytest.mark.parametrize("kind", [JPEG, TIFF, AVIF])
