@@ -158,6 +158,8 @@ OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
         SERVING / "conv1.cu",
         conv1_macros((10, 9), 100, (4, 3), "AVERAGE", activation="elu"),
     ),
+    "bias-softmax-most": (SERVING / "bias_softmax.cu", {"PITCH": 64, "CLASSES": 64}),
+    "dense-softmax-most": (SERVING / "dense_softmax.cu", {"I": 512, "CLASSES": 64, "ROWS": 1}),
     "dense-softmax-odd": (SERVING / "dense_softmax.cu", {"I": 1000, "CLASSES": 17, "ROWS": 3}),
     "fused-odd": (SERVING / "fused_network.cu", fused_network.macros(ODD)),
     "first-block-largest": (

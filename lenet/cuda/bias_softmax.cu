@@ -7,25 +7,25 @@
 // A warp computes a row. A NaN makes its row NaN. Macros: PITCH, CLASSES. Threads: 128. Grid: any
 // number of blocks, fastest with a warp for each row.
 
-#include <math_constants.h>
 #include "softmax.cuh"
 
-static_assert(CLASSES <= WARP && CLASSES <= PITCH, "a lane computes a class");
+static_assert(CLASSES <= PITCH, "each class has a column");
 
 extern "C" __global__ void __launch_bounds__(128)
     bias_softmax(const float* __restrict__ x, const float* __restrict__ bias,
                  float* __restrict__ logits, float* __restrict__ probabilities, int n) {
     const int lane = threadIdx.x % WARP;
-    const float class_bias = lane < CLASSES ? bias[lane] : 0;
+    float biases[LANE_CLASSES];
+    for (int k = 0; k < LANE_CLASSES; ++k)
+        biases[k] = k * WARP + lane < CLASSES ? bias[k * WARP + lane] : 0;
     const int warps = gridDim.x * blockDim.x / WARP;
     for (int row = (blockIdx.x * blockDim.x + threadIdx.x) / WARP; row < n; row += warps) {
-        float logit = -CUDART_INF_F;
-        if (lane < CLASSES) logit = x[static_cast<size_t>(row) * PITCH + lane] + class_bias;
-        const float probability = softmax(logit);
-        if (lane < CLASSES) {
-            const size_t offset = static_cast<size_t>(row) * CLASSES + lane;
-            logits[offset] = logit;
-            probabilities[offset] = probability;
-        }
+        float own[LANE_CLASSES];
+        for (int k = 0; k < LANE_CLASSES; ++k)
+            own[k] = k * WARP + lane < CLASSES
+                         ? x[static_cast<size_t>(row) * PITCH + k * WARP + lane] + biases[k]
+                         : -CUDART_INF_F;
+        const size_t offset = static_cast<size_t>(row) * CLASSES;
+        write_row(own, lane, logits + offset, probabilities + offset);
     }
 }

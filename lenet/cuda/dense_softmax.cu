@@ -8,19 +8,19 @@
 // A warp computes ROWS rows at a time, so that each weight it loads is used for all of them. The
 // result of a row does not depend on ROWS, on the grid or on other rows. A NaN makes its row NaN.
 //
-// Macros: SCALAR, I (a multiple of 8), CLASSES, ROWS (1 for small n, 2 for some thousands).
+// Macros: SCALAR, I (a multiple of 8), CLASSES, ROWS (1 for small n, 2 for some thousands; a thread
+// has ROWS CLASSES sums in registers).
 // Threads: a multiple of 32, at most 128. Grid: any number of blocks, fastest with a warp for each
 // ROWS rows.
 // (The 3 in the launch bounds: without it nvcc 13.0 uses only 64 registers.)
 
-#include <math_constants.h>
 #include "softmax.cuh"
 #include "vector.cuh"
 
 constexpr int VECTORS = I / LANES;
 
 static_assert(I % 8 == 0, "inputs are padded to a multiple of 8");
-static_assert(CLASSES <= WARP, "a lane writes a class");
+static_assert(ROWS * CLASSES <= 64, "a thread has the sums of all classes");
 
 extern "C" __global__ void __launch_bounds__(128, 3)
     dense_softmax(const SCALAR* __restrict__ x, const SCALAR* __restrict__ weight,
@@ -29,10 +29,13 @@ extern "C" __global__ void __launch_bounds__(128, 3)
     const int lane = threadIdx.x % WARP;
     const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
     const int warps = gridDim.x * blockDim.x / WARP;
-    const float class_bias = lane < CLASSES ? bias[lane] : 0;
+    float biases[LANE_CLASSES];
+#pragma unroll
+    for (int k = 0; k < LANE_CLASSES; ++k)
+        biases[k] = k * WARP + lane < CLASSES ? bias[k * WARP + lane] : 0;
     for (int first_row = warp * ROWS; first_row < n; first_row += warps * ROWS) {
         float sums[ROWS][CLASSES] = {};
-#pragma unroll 2
+#pragma unroll(CLASSES > WARP ? 1 : 2)
         for (int vector = lane; vector < VECTORS; vector += WARP) {
             float values[ROWS][LANES];
             for (int row = 0; row < ROWS; ++row) {
@@ -50,20 +53,18 @@ extern "C" __global__ void __launch_bounds__(128, 3)
         }
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
-            float logit = -CUDART_INF_F;
+            float own[LANE_CLASSES];
+#pragma unroll
+            for (int k = 0; k < LANE_CLASSES; ++k) own[k] = -CUDART_INF_F;
 #pragma unroll
             for (int k = 0; k < CLASSES; ++k) {
                 float sum = sums[row][k];
                 for (int distance = WARP / 2; distance > 0; distance /= 2)
                     sum += __shfl_xor_sync(~0u, sum, distance);
-                if (lane == k) logit = sum + class_bias;
+                if (lane == k % WARP) own[k / WARP] = sum + biases[k / WARP];
             }
-            const float probability = softmax(logit);
-            if (lane < CLASSES && first_row + row < n) {
-                const size_t offset = static_cast<size_t>(first_row + row) * CLASSES + lane;
-                logits[offset] = logit;
-                probabilities[offset] = probability;
-            }
+            const size_t offset = static_cast<size_t>(first_row + row) * CLASSES;
+            if (first_row + row < n) write_row(own, lane, logits + offset, probabilities + offset);
         }
     }
 }

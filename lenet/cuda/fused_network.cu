@@ -47,7 +47,6 @@
 #error "fused_network.cu needs thread block clusters: compute capability 9.0"
 #endif
 
-#include <math_constants.h>
 #include "fused_network.cuh"
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
@@ -177,14 +176,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     cluster::arrive();
     cluster::wait();
     if (rank > 0 || warp > 0) return;
-    float logit = -CUDART_INF_F;
+    float logit[] = {-CUDART_INF_F};
     if (lane < CLASSES) {
-        logit = class_bias;
-        for (int block = 0; block < CLUSTER; ++block) logit += block_logits[block][lane];
+        logit[0] = class_bias;
+        for (int block = 0; block < CLUSTER; ++block) logit[0] += block_logits[block][lane];
     }
-    const float probability = softmax(logit);
-    if (lane < CLASSES) {
-        logits[row * CLASSES + lane] = logit;
-        probabilities[row * CLASSES + lane] = probability;
-    }
+    write_row(logit, lane, logits + row * CLASSES, probabilities + row * CLASSES);
 }

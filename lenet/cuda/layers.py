@@ -48,13 +48,15 @@ if TYPE_CHECKING:  # these import CuPy, which packing does not need
 
 _log = logging.getLogger(__name__)
 
-MAX_CLASSES = 32
-"""Each lane of a warp writes one class in `dense_softmax.cu`."""
+MAX_CLASSES = 64
+"""A thread of `dense_softmax.cu` has a sum of each class in a register."""
 
 # Smaller convolutions cost little more than their launch. With cuDNN's first choice 32 images took
 # 44 us, and 256 with the fastest one 36 (TF32, two of 3x3, stride 2, H100, 2026-11-26).
 _TUNED_FROM_ROWS = 16
-_TWO_ROWS_FROM_ROWS = 4096  # a warp of dense_softmax.cu takes two rows from here on
+# A warp of dense_softmax.cu takes two rows from so many rows on, of up to so many classes.
+_TWO_ROWS_FROM_ROWS = 4096
+_TWO_ROWS_CLASSES = 32
 # Up to so many rows and multiplications `dense.cu` is as fast as cuBLAS or faster, but for 1 us at
 # most (H100, 2026-11-25, docs/benchmarks/dense-h100.txt).
 _DENSE_ROWS = 256
@@ -365,11 +367,12 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
     def _dense_softmax(
         self, name: str, flat: Any, weight: Any, bias: Any, buffers: Buffers
     ) -> None:
-        rows = 2 if self._rows >= _TWO_ROWS_FROM_ROWS else 1
+        classes = buffers.logits.shape[1]
+        rows = 2 if self._rows >= _TWO_ROWS_FROM_ROWS and classes <= _TWO_ROWS_CLASSES else 1
         macros = {
             "SCALAR": scalar(self._dtype),
             "I": flat.shape[1],
-            "CLASSES": buffers.logits.shape[1],
+            "CLASSES": classes,
             "ROWS": rows,
         }
         source = FOLDER / "dense_softmax.cu"

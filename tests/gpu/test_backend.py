@@ -77,6 +77,17 @@ OTHERS = [
             DenseBlock(7, activation=IDENTITY),
         ),
     ),
+    *(
+        Model(
+            f"{classes}-classes",
+            (
+                ConvBlock(6, (5, 5), pool=Pool("max")),
+                DenseBlock(120),
+                DenseBlock(classes, activation=IDENTITY),
+            ),
+        )
+        for classes in (33, 47, 64)
+    ),
 ]
 
 

@@ -181,6 +181,48 @@ def test_a_dense_layer_of_few_rows_is_that_of_float64(compiled, dtype, largest):
     assert not y[:, units:].any()
 
 
+def assert_rows(logits, probabilities, expected, largest):
+    """Rows of a last layer: the last of `expected` is NaN, and one more row was not written."""
+    *good, bad = expected
+    error = np.linalg.norm(logits[:-2] - good) / np.linalg.norm(good)
+    assert error < largest
+    np.testing.assert_allclose(probabilities[:-2], reference.softmax(np.array(good)), atol=largest)
+    assert np.isnan(probabilities[len(expected) - 1]).all()
+    assert np.isnan(bad).any()
+    assert (logits[-1] == 7).all()
+    assert (probabilities[-1] == 7).all()
+
+
+@pytest.mark.parametrize("classes", [10, 32, 33, 47, 64])
+@pytest.mark.parametrize(("dtype", "largest"), [(np.float32, 1e-6), (np.float16, 1e-3)])
+def test_a_last_layer_is_that_of_float64_for_each_number_of_classes(
+    compiled, classes, dtype, largest
+):
+    n, inputs, generator = 7, 40, np.random.default_rng(5)
+    x = aligned(generator.standard_normal((n, inputs)).astype(dtype))
+    x[-1, 3] = np.nan
+    weight = aligned(generator.standard_normal((padded(classes), inputs)).astype(dtype))
+    bias = generator.standard_normal(classes).astype(np.float32)
+    expected = x.astype(float) @ weight[:classes].astype(float).T + bias
+    answers = [np.full((n + 1, classes), 7, np.float32) for _ in range(2)]
+    macros = {"SCALAR": scalar(np.dtype(dtype)), "I": inputs, "CLASSES": classes}
+    kernel = compiled("dense_softmax", macros | {"ROWS": 2 if classes <= 32 else 1})
+    kernel.run(*addresses(x, weight, bias, *answers), n)
+    assert_rows(*answers, expected, largest)
+
+
+@pytest.mark.parametrize("classes", [10, 47, 64])
+def test_a_bias_and_a_softmax_behind_a_product_are_those_of_float64(compiled, classes):
+    n, pitch, generator = 7, padded(classes), np.random.default_rng(5)
+    product = generator.standard_normal((n, pitch)).astype(np.float32)
+    product[-1, classes - 1] = np.nan
+    bias = generator.standard_normal(classes).astype(np.float32)
+    answers = [np.full((n + 1, classes), 7, np.float32) for _ in range(2)]
+    kernel = compiled("bias_softmax", {"PITCH": pitch, "CLASSES": classes})
+    kernel.run(*addresses(product, bias, *answers), n)
+    assert_rows(*answers, product[:, :classes].astype(float) + bias, 1e-6)
+
+
 @pytest.mark.parametrize(
     ("rows", "blocks", "image", "filter_size", "padding", "channels", "pixels", "largest"),
     [

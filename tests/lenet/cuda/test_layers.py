@@ -13,10 +13,10 @@ TURING = Limits(75, 65_536, 40)
 HOPPER = Limits(90, 232_448, 132)
 
 
-def test_a_network_with_more_classes_than_a_warp_has_lanes_is_rejected_by_name():
+def test_a_network_with_more_classes_than_a_thread_has_sums_is_rejected_by_name():
     check(Model("digits", (DenseBlock(MAX_CLASSES, activation=IDENTITY),)))
     letters = Model("letters", (DenseBlock(MAX_CLASSES + 1, activation=IDENTITY),))
-    with pytest.raises(BackendUnavailable, match="model 'letters' has 33 classes, expected at"):
+    with pytest.raises(BackendUnavailable, match="model 'letters' has 65 classes, expected at"):
         check(letters)
 
 
