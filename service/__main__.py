@@ -54,6 +54,8 @@ def start(arguments: Sequence[str], signals: Signals) -> int:
     from service import logs
     from service.settings import Settings
 
+    if arguments[:1] == ["serve"]:  # so SageMaker runs a container
+        arguments = arguments[1:]
     try:
         settings = parse(Settings, arguments, DISTRIBUTION, distribution_version())
     except InvalidSettings as exc:

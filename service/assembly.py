@@ -206,7 +206,7 @@ async def open_service(
             metrics.predicted,
             traces=stack.enter_context(_traces(settings, build[0])),
         )
-        routes = image_routes(requests)
+        routes = image_routes(requests, settings.predict_route)
         explain = None
         if settings.explain == "on":
             explain = explain_endpoint(requests, thread)
@@ -218,6 +218,7 @@ async def open_service(
             info=partial(_info, settings, grpc_port, placement, models, build),
             images=routes,
             explain=explain,
+            health=settings.health_route,
         )
         gate = Gate(
             keys,

@@ -40,7 +40,7 @@ def obstacle() -> str | None:
     not open, as it is once the service is ready.
     """
     host = os.environ.get("LENET_HOST") or _HOST
-    given = os.environ.get("LENET_PORT") or _PORT
+    given = os.environ.get("LENET_PORT") or os.environ.get("AIP_HTTP_PORT") or _PORT
     if not given.isdecimal():
         return f"LENET_PORT is {given!r}, expected the number of the service's port"
     problem = None

@@ -6,6 +6,7 @@ A flag wins over a variable. Below `server` only small values are passed on, nev
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -34,6 +35,15 @@ _PRIVATE = frozenset("@?")
 
 _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 _LAST_PORT = 65535
+_ROUTE = re.compile(r"(/[A-Za-z0-9._~:@-]+)+", re.ASCII)
+_CLOUDS = {
+    "AIP_HTTP_PORT": "port",
+    "SAGEMAKER_BIND_TO_PORT": "port",
+    "AIP_PREDICT_ROUTE": "predict_route",
+    "AIP_HEALTH_ROUTE": "health_route",
+}
+"""Variables of Vertex AI and SageMaker, which are the defaults of settings."""
+
 Port = Annotated[int, Field(ge=0, le=_LAST_PORT)]
 
 
@@ -58,7 +68,8 @@ class Settings(BaseSettings):
     every address, IPv6 and IPv4."""
 
     port: Port = 8000
-    """HTTP port, /metrics included; 0 takes a free one."""
+    """HTTP port, /metrics included; 0 takes a free one. By default Vertex AI's AIP_HTTP_PORT or
+    SageMaker's SAGEMAKER_BIND_TO_PORT, where one is set."""
 
     grpc_port: Port | Literal["off"] = 8001
     """gRPC port; 0 takes a free one, off serves no gRPC."""
@@ -125,6 +136,14 @@ class Settings(BaseSettings):
     busy_poll_us: Annotated[int, Field(ge=0, le=100_000)] | None = None
     """How long a worker polls for the next request after an answer, instead of sleeping. By default
     200 on a GPU, 0 on the CPU, which needs its cores."""
+
+    predict_route: str = ""
+    """Another path of POST /invocations, or /predict to have that take such bodies, too. By default
+    Vertex AI's AIP_PREDICT_ROUTE."""
+
+    health_route: str = ""
+    """Another path of GET /readyz; with API keys it needs one. By default Vertex AI's
+    AIP_HEALTH_ROUTE."""
 
     max_images: PositiveInt = 16384
     """Most images in one request."""
@@ -252,6 +271,13 @@ class Settings(BaseSettings):
                 raise ValueError(f"expected a whole number >= 0 and <= {_LAST_PORT}, or off")
         return port
 
+    @field_validator("predict_route", "health_route")
+    @classmethod
+    def _check_route(cls, route: str) -> str:
+        if route and not _ROUTE.fullmatch(route):
+            raise ValueError("expected a path of letters, digits and . _ ~ : @ -, as /v1/digits")
+        return route
+
     @field_validator("traces_endpoint")
     @classmethod
     def _check_endpoint(cls, url: str) -> str:
@@ -275,7 +301,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _split_lists(cls, values: dict[str, object]) -> dict[str, object]:
+    def _complete(cls, values: dict[str, object]) -> dict[str, object]:
+        for variable, name in _CLOUDS.items():
+            if name not in values and os.environ.get(variable):
+                values = {**values, name: os.environ[variable]}
         devices = values.get("devices")
         for name in ("models", "api_keys", "admin_keys", "cors_origins"):
             if isinstance(text := values.get(name), str):

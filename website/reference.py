@@ -86,12 +86,13 @@ def routes() -> str:
     """Routes, from the OpenAPI document."""
     document = _openapi()
     sections: dict[str, list[str]] = {}
+    first = document["paths"]["/predict"]["post"]
     for path, operations in document["paths"].items():
         if path.replace(_VERSION, "") != path and path.replace(_VERSION, "") in document["paths"]:
             continue
         for method, operation in operations.items():
             section = sections.setdefault(operation["tags"][0], [])
-            section.append(_route(f"{method.upper()} {path}", operation))
+            section.append(_route(f"{method.upper()} {path}", operation, first))
     parts = [
         "Paths, parameters and answers over HTTP/1.1 and HTTP/2. The service shows the same at "
         "`GET /docs`, with schemas and examples, and as OpenAPI at `GET /openapi.json`. Where "
@@ -100,7 +101,8 @@ def routes() -> str:
         "each path. "
         f"A path of a model is also there for one of its versions, with `{_VERSION}` behind the "
         "model, but for those of the repository. A model or version that is not loaded is 404. "
-        "All paths that take images have the header of `POST /predict`.",
+        "All paths that take images have the header of `POST /predict`; `/invocations` and "
+        "`/explain` have its query and its types of bodies, too.",
     ]
     for tag, found in sections.items():
         parts += [f"## {tag[0].upper()}{tag[1:]}", *found]
@@ -110,7 +112,9 @@ def routes() -> str:
 _VERSION = "/versions/{version}"
 
 
-def _route(name: str, operation: dict[str, Any]) -> str:
+def _route(name: str, operation: dict[str, Any], first: dict[str, Any]) -> str:
+    """A section; what it has in common with `first`, which is a route with images, is left out."""
+    known = [] if operation is first else first["parameters"]
     text = " ".join((operation.get("description") or "").split())
     parts = [f"### `{name}`", f"{operation['summary']}. {text}".strip()]
     if operation.get("security") == []:
@@ -118,11 +122,14 @@ def _route(name: str, operation: dict[str, Any]) -> str:
     rows = [
         (f"`{one['name']}`", one["in"], _kind(one["schema"]), one.get("description", ""))
         for one in operation.get("parameters", ())
-        if one["in"] != "path" and not (one["in"] == "header" and name != "POST /predict")
+        if one["in"] != "path" and one not in known
     ]
     if rows:
         parts.append(_list(rows))
-    if body := operation.get("requestBody"):
+    body = operation.get("requestBody")
+    if body and (
+        operation is first or set(body["content"]) != set(first["requestBody"]["content"])
+    ):
         parts.append(f"Body: {_words(body['content'])}.")
     kinds = {
         kind: None

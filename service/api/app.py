@@ -26,7 +26,7 @@ from service.api.errors import plain_error_answer
 from service.api.open_inference import OpenInference
 from service.api.openapi import OIP_TAG, complete, image_route
 from service.api.page import HTML, Page, StaticFile
-from service.api.paths import DOCS_FILES, PAGE_FILES, path_like, plain_path
+from service.api.paths import DOCS_FILES, PAGE_FILES, PATHS, path_like, plain_path
 from service.api.routes import ImageRoute, prefers
 from service.api.schemas import Health, InfoResponse
 from service.api.tensorflow import status_routes, verb_of
@@ -55,6 +55,7 @@ def create_app(
     info: Callable[[], InfoResponse],
     images: Mapping[tuple[bytes, bytes], ImageRoute],
     explain: Endpoint | None,
+    health: str = "",
 ) -> FastAPI:
     """The application.
 
@@ -66,6 +67,7 @@ def create_app(
         info: what GET /info answers, asked for each time.
         images: the routes that take images, by method and path.
         explain: the endpoint of POST /explain; None if it is turned off.
+        health: a further path of readiness; "" for none.
     """
     models = answers.models
     app = FastAPI(
@@ -80,13 +82,14 @@ def create_app(
     app.add_middleware(_PlainPaths)
     for (method, template), image in images.items():
         path, methods = template.decode(), [method.decode()]
-        app.add_api_route(path, image_endpoint(image), methods=methods, **image_route(path))
+        said = image_route(path) if path in PATHS else {"include_in_schema": False}
+        app.add_api_route(path, image_endpoint(image), methods=methods, **said)
     if explain is not None:
         app.post("/explain", **image_route("/explain"))(explain)
     routers = status_routes(models), protocol_routes(answers, keys)
     for router in routers:
         app.include_router(router)
-    _add_operations(app, models, metrics, info)
+    _add_operations(app, models, metrics, info, health)
     _add_pages(app, needs_key=bool(keys))
 
     if explain is None:
@@ -133,7 +136,11 @@ def _operation_id(route: APIRoute) -> str:
 
 
 def _add_operations(
-    app: FastAPI, models: Models, metrics: Metrics, info: Callable[[], InfoResponse]
+    app: FastAPI,
+    models: Models,
+    metrics: Metrics,
+    info: Callable[[], InfoResponse],
+    health: str,
 ) -> None:
     async def live() -> Health:
         """200 while the event loop runs."""
@@ -166,6 +173,9 @@ def _add_operations(
     async def server_info() -> InfoResponse:
         """Models, versions, digests, accuracy, device and limits."""
         return info()
+
+    if health:  # behind the others, none of which it replaces
+        app.get(health, include_in_schema=False)(ready)
 
 
 def _add_pages(app: FastAPI, *, needs_key: bool) -> None:

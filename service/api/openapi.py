@@ -125,6 +125,13 @@ _INSTANCES = json(
     inputs={"inputs": [SEVEN]},
     base64={"instances": [{"b64": ENCODED_SEVEN}]},
 )
+_INVOCATIONS = json(
+    *(schemas.PredictRequest, schemas.TensorflowRows, schemas.TensorflowColumns),
+    images={"images": [SEVEN]},
+    instances={"instances": [SEVEN]},
+    inputs={"inputs": [SEVEN]},
+    base64={"instances": [{"b64": ENCODED_SEVEN}]},
+)
 _TIMES = {
     "X-Model-Version": _header("The version that computed the whole answer."),
     "Server-Timing": _header(
@@ -167,6 +174,18 @@ def image_route(path: str) -> dict[str, Any]:
             schemas.ExplainResponse,
             {"headers": _TIMES},
             schemas.ExplainQuery,
+        )
+    if path == "/invocations":
+        return _image_route(
+            "invoke",
+            "Recognise digits, for SageMaker, MLflow and Vertex AI",
+            "As `POST /predict`, or `instances` or `inputs`, answered by row as "
+            "TensorFlow Serving's API does.",
+            "predict",
+            _IMAGES | _INVOCATIONS,
+            schemas.PredictResponse | schemas.TensorflowPredictions,
+            {"headers": _TIMES, "content": {BINARY: _FILE}},
+            schemas.PredictQuery,
         )
     return _image_route(
         "predict",

@@ -17,6 +17,7 @@ from service.api.routes import (
     ImageRoute,
     ReadForm,
     read_infer,
+    read_invocation,
     read_predict,
     read_tensorflow,
 )
@@ -62,6 +63,7 @@ PATHS = {
     "/readyz": _OPEN,
     "/ping": _OPEN,
     "/predict": Path(read_predict),
+    "/invocations": Path(read_invocation),
     PREFIX: _PLAIN,
     f"{PREFIX}/health/live": _OPEN_PLAIN,
     f"{PREFIX}/health/ready": _OPEN_PLAIN,
@@ -91,12 +93,16 @@ def path_like(path: str) -> Path:
     return next((said for prefix, said in _BELOW.items() if path.startswith(prefix)), _OTHER)
 
 
-def image_routes(requests: Requests) -> dict[tuple[bytes, bytes], ImageRoute]:
-    """The routes that take images, by method and path."""
+def image_routes(requests: Requests, own: str = "") -> dict[tuple[bytes, bytes], ImageRoute]:
+    """The routes that take images, by method and path.
+
+    `own`: a further path of invocations, or one that takes them instead.
+    """
+    read: dict[str, ReadForm] = {own: read_invocation} if own else {}
+    read |= {path: said.read for path, said in PATHS.items() if said.read and path != own}
     return {
-        (b"POST", path.encode()): ImageRoute(requests, path, said.read, said.error)
-        for path, said in PATHS.items()
-        if said.read is not None
+        (b"POST", path.encode()): ImageRoute(requests, path, form, path_like(path).error)
+        for path, form in read.items()
     }
 
 
@@ -106,6 +112,7 @@ PROBES = {
     for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics")
 } | {"Check", "Watch", "ServerLive", "ServerReady"}
 """Health checks and scrapes, as the access log names them."""
+
 
 POLICY = Policy(
     is_open=lambda path: path_like(path.decode("latin-1")).is_open,

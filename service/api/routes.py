@@ -16,6 +16,7 @@ from service.api.schemas import MAX_TIMEOUT_MS, TIMEOUT_HEADER, PredictQuery
 from service.errors import InvalidInput, UnsupportedMediaType, invalid, shown
 from service.forms.body import OCTETS, Limits
 from service.forms.form import Content, Form
+from service.forms.invocation import InvocationForm
 from service.forms.oip_json import LENGTH_HEADER, OipJsonForm
 from service.forms.prediction import ImageForm
 from service.forms.tensorflow import TensorflowForm
@@ -34,6 +35,9 @@ TENSORFLOW = "/v1"
 
 MODEL = "/models/{model}"
 MODEL_VERSION = f"{MODEL}/versions/{{version}}"
+
+_TARGET_MODEL = "X-Amzn-SageMaker-Target-Model"
+"""Names a file of a multi-model endpoint of SageMaker."""
 
 _MAX_SEPARATORS = 100
 """Maximum number of commas and semicolons in `Accept` and `Accept-Encoding`; one with more is
@@ -176,6 +180,19 @@ def read_tensorflow(
 ) -> tuple[Form, str, str]:
     """The head of a prediction by TensorFlow Serving's API."""
     return TensorflowForm(limits.max_images), path["model"], path.get("version", "")
+
+
+def read_invocation(
+    query: bytes, headers: Headers, path: Mapping[str, str], limits: Limits
+) -> tuple[Form, str, str]:
+    """The head of `POST /invocations`. Raises: InvalidInput, UnsupportedMediaType."""
+    if (target := headers.get(_TARGET_MODEL.lower())) is not None:
+        expected = "none: a model is chosen by its name, as in ?model=mlp"
+        raise invalid(_TARGET_MODEL, shown(target), expected)
+    images, model, version = read_predict(query, headers, path, limits)
+    assert isinstance(images, ImageForm), "bug: another form of /predict"
+    instances = TensorflowForm(limits.max_images)
+    return InvocationForm(images, instances), model, version
 
 
 def _qualities(header: str) -> dict[str, float]:

@@ -55,6 +55,8 @@ class Asked:
     """Whether the images came as raw bytes, as then do the outputs."""
     by_column: bool = False
     """Whether the outputs come one after another, and not image by image."""
+    by_instance: bool = False
+    """Whether the images came as instances, where both those and images may come."""
     timeout_us: int = 0
     """How long the request may take; 0 without a limit of its own."""
     doubts: tuple[tuple[int, Doubt], ...] = ()

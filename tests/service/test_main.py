@@ -63,6 +63,8 @@ TEXTS = {
     "profile": "True",
     "fault_injection": "True",
     "host": "::1",
+    "predict_route": "/v1/digits:predict",
+    "health_route": "/health",
     "default_model": "mlp",
     "max_queue_rows": "40000",
     "max_in_flight_bytes": "67108864",
@@ -134,6 +136,10 @@ def test_every_setting_is_both_flag_and_variable_and_the_flag_wins(started, name
             ["--host", "a:80"],
             "--host is 'a:80', expected an address or a host name alone; the port",
         ),
+        (
+            ["--predict-route", "predict"],
+            "--predict-route is 'predict', expected a path of letters, digits and . _ ~ : @ -, as",
+        ),
         (["--host="], "--host is '', expected an address or a host name alone; the port is --port"),
         (
             ["--prot", "9000"],
@@ -189,3 +195,16 @@ def test_a_taken_port_ends_the_process_with_5_and_is_named(start, which, workers
     assert f"127.0.0.1:{port}" in errors[0]
     assert "in use" in errors[0]
     assert "Traceback" not in service.log
+
+
+def test_clouds_start_the_service_by_their_variables_and_words(started, monkeypatch):
+    for variable in ("SAGEMAKER_BIND_TO_PORT", "AIP_HTTP_PORT"):
+        monkeypatch.setenv(variable, "8080")
+        main(["serve"])
+        main(["--port", "9000"])
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/a:b")
+    main(["serve", "--health-route", "/c"])
+    assert [settings.port for _, settings in started] == [8080, 9000, 8080, 9000, 8000]
+    last = started[-1][1]
+    assert (last.predict_route, last.health_route) == ("/a:b", "/c")

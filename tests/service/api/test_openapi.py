@@ -33,6 +33,7 @@ ANSWERS = {
     "/explain": (ExplainResponse,),
     INFER: (InferResponse,),
     ROWS_OR_COLUMNS: (TensorflowPredictions, TensorflowOutputs),
+    "/invocations": (PredictResponse, TensorflowPredictions),
 }
 
 
@@ -69,9 +70,9 @@ async def test_every_example_is_answered_with_the_digit_it_shows_when_pasted(ope
     assert [answer["outputs"][1]["data"] for answer in found[INFER]] == [[SEVEN]]
     labels = [
         answer["outputs"]["label"][0] if "outputs" in answer else answer["predictions"][0]["label"]
-        for answer in found[ROWS_OR_COLUMNS]
+        for answer in found[ROWS_OR_COLUMNS] + found["/invocations"]
     ]
-    assert labels == [SEVEN] * 3
+    assert labels == [SEVEN] * 7
 
 
 ROWS = example_seven()
@@ -130,7 +131,17 @@ MODEL_PATHS = ("", "/ready", "/config", "/stats", "/infer")
 
 
 async def test_every_route_is_documented_and_422_is_not(api):
-    plain = {"/", "/predict", "/explain", "/healthz", "/readyz", "/ping", "/metrics", "/info"}
+    plain = {
+        "/",
+        "/predict",
+        "/invocations",
+        "/explain",
+        "/healthz",
+        "/readyz",
+        "/ping",
+        "/metrics",
+        "/info",
+    }
     server = {"/v2", "/v2/health/live", "/v2/health/ready", "/v1/models", "/v2/models"}
     repository = {f"/v2/repository/models/{{model}}/{verb}" for verb in ("load", "unload")}
     repository |= {"/v2/models/stats", "/v2/repository/index"}
@@ -160,7 +171,12 @@ async def test_generated_clients_get_functions_with_short_names_and_bodies_they_
 
 
 @pytest.mark.parametrize(
-    ("path", "own"), [("/predict", set()), ("/explain", {"index", "biases", "noisy", "noise"})]
+    ("path", "own"),
+    [
+        ("/predict", set()),
+        ("/invocations", set()),
+        ("/explain", {"index", "biases", "noisy", "noise"}),
+    ],
 )
 async def test_every_type_and_parameter_that_is_documented_is_taken(api, served, one, path, own):
     operation = api["paths"][path]["post"]
