@@ -133,17 +133,46 @@ def on_devices(recipe: Recipe, gpus: int, work: Work[Result]) -> Result:
     return _on_gpus(recipe.precision, gpus, work)
 
 
-def on_gpu(precision: Precision, work: Work[Result]) -> Result:
-    """Run `work` on GPU 0, in this thread.
+def side_by_side(recipe: Recipe, count: int, work: Work[Result]) -> list[Result]:
+    """Run `work` of 0 to `count` - 1 at the same time on the device of a resolved `recipe`.
+
+    Each has its own thread and operations: on a GPU its own streams, in one CUDA context. Results
+    are the same as of one after another.
+
+    Raises:
+        DeviceUnavailable: see `check`.
+        DeviceError: the GPU failed, or has too little memory.
+        Exception: what `work` raised first; the others stop when their next losses are read.
+    """
+    check(recipe, 1)
+    cache, stopping = EngineCache(default_cache()), Event()
+
+    def one(number: int) -> Result:
+        if recipe.device == "cpu":
+            return work(CpuOps(stopping=stopping), number)
+        assert recipe.precision != "auto", "bug: the recipe is not resolved"
+        return on_gpu(recipe.precision, work, number, cache, stopping)
+
+    return _in_threads(count, one, lambda _interrupted, _futures: stopping.set())
+
+
+def on_gpu(
+    precision: Precision,
+    work: Work[Result],
+    number: int = 0,
+    cache: EngineCache | None = None,
+    stopping: Event | None = None,
+) -> Result:
+    """Run `work` of `number` on GPU 0, in this thread; see `CudaOps` for `stopping`.
 
     Raises:
         DeviceError: the GPU failed, or has too little memory.
     """
     from trainer.ops_cuda.ops import CudaOps
 
-    cache = EngineCache(default_cache())
-    with translated("training on GPU 0"), CudaOps(precision, cache=cache) as ops:
-        return work(ops, 0)
+    cache = cache or EngineCache(default_cache())
+    with translated("training on GPU 0"), CudaOps(precision, 0, cache, stopping=stopping) as ops:
+        return work(ops, number)
 
 
 def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
@@ -155,31 +184,58 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
     cache = EngineCache(default_cache())  # shared: all ranks use the engines that one has measured
     barrier, stopping = Barrier(gpus), Event()
     joined: list[Ranks] = []
-    failures: list[BaseException] = []
 
     def rank_work(rank: int) -> Result:
+        with (
+            translated(f"training on GPU {rank}"),
+            CudaOps(precision, rank, cache, stopping=stopping) as ops,
+        ):
+            barrier.wait()  # NCCL would wait for ever for a rank whose GPU cannot be opened
+            ranks = Ranks(identity, rank, gpus, barrier, stopping)
+            joined.append(ranks)
+            barrier.wait()  # from here on every rank can be aborted
+            ops.join(ranks)
+            result = work(ops, rank)
+        ranks.close()  # after the graphs with its all-reduces are gone
+        return result
+
+    def end(interrupted: bool, futures: Sequence[Future[Result]]) -> None:
+        """End every rank: interrupted ones have time to stop by themselves, then are aborted."""
+        barrier.abort()
+        stopping.set()
+        if interrupted:
+            wait(futures, _STOP_TIMEOUT_S)
+        for ranks in joined:
+            ranks.mark_aborted()  # all before the first abort
+        for ranks in joined:
+            ranks.abort()
+
+    return _in_threads(gpus, rank_work, end)[0]
+
+
+def _in_threads(
+    count: int,
+    work: Callable[[int], Result],
+    end: Callable[[bool, Sequence[Future[Result]]], None],
+) -> list[Result]:
+    """The results of `work` of 0 to `count` - 1, each in a thread.
+
+    After the first failure, or an interruption of this thread, `end` makes all threads end: it
+    takes whether it was an interruption, and the futures. Then the failure is raised.
+    """
+    failures: list[BaseException] = []
+
+    def noted(number: int) -> Result:
         try:
-            with (
-                translated(f"training on GPU {rank}"),
-                CudaOps(precision, rank, cache, stopping=stopping) as ops,
-            ):
-                barrier.wait()  # NCCL would wait for ever for a rank whose GPU cannot be opened
-                ranks = Ranks(identity, rank, gpus, barrier, stopping)
-                joined.append(ranks)
-                barrier.wait()  # from here on every rank can be aborted
-                ops.join(ranks)
-                result = work(ops, rank)
-            ranks.close()  # after the graphs with its all-reduces are gone
-            return result
+            return work(number)
         except BaseException as exc:
             failures.append(exc)
-            barrier.abort()
             raise
 
-    with ThreadPoolExecutor(gpus, thread_name_prefix="rank") as executor:
+    with ThreadPoolExecutor(count, thread_name_prefix="training") as executor:
         futures: list[Future[Result]] = []
         try:
-            futures.extend(executor.submit(rank_work, rank) for rank in range(gpus))
+            futures.extend(executor.submit(noted, number) for number in range(count))
             waiting = set(futures)
             while waiting and not failures:
                 # Not without a timeout: a Ctrl-C whose signal another thread gets would not end it.
@@ -187,22 +243,9 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
             if failures:
                 raise failures[0]  # the later ones are its consequences
         except BaseException:
-            interrupted = not failures
-            barrier.abort()
-            stopping.set()
             # On a thread of its own, which a second Ctrl-C does not interrupt.
-            ending = Thread(target=_end, args=(interrupted, joined, futures))
+            ending = Thread(target=end, args=(not failures, futures))
             ending.start()
             ending.join()
             raise
-    return futures[0].result()
-
-
-def _end(interrupted: bool, joined: Sequence[Ranks], futures: Sequence[Future[object]]) -> None:
-    """End every rank: interrupted ones have time to stop by themselves, then all are aborted."""
-    if interrupted:
-        wait(futures, _STOP_TIMEOUT_S)
-    for ranks in joined:
-        ranks.mark_aborted()  # all before the first abort
-    for ranks in joined:
-        ranks.abort()
+    return [future.result() for future in futures]

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Event
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lenet.errors import DeviceError
 from lenet.model import Activation, ConvBlock, Model, Pool
 from lenet.pixels import Images
 from trainer.augment import WarpLimits
@@ -263,9 +265,19 @@ class TrainingOps(Protocol):
     def losses(
         self, state: RunState, start: int, stop: int
     ) -> tuple[NDArray[np.floating[Any]], NDArray[np.integer[Any]]]:
-        """Mean loss and correct answers of each step from `start` to `stop` - 1."""
+        """Mean loss and correct answers of each step from `start` to `stop` - 1.
+
+        Raises:
+            DeviceError: the operations were asked to stop.
+        """
         ...
 
     def finite(self, x: Array) -> bool:
         """Whether `x` holds neither NaN nor infinity."""
         ...
+
+
+def check_stop(stopping: Event | None) -> None:
+    """Raises: DeviceError: `stopping` is set."""
+    if stopping is not None and stopping.is_set():
+        raise DeviceError("training was asked to stop")

@@ -8,13 +8,17 @@ import re
 import numpy as np
 import pytest
 
-from lenet.model import ARCHITECTURES
+from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
 from tests.gpu.accuracies import MOST, accuracies, of_file, spread
 from trainer import loop
 from trainer.__main__ import main
+from trainer.checkpoint import Checkpoint
+from trainer.devices import on_devices, side_by_side
 from trainer.mnist import load
+from trainer.network import Network, initial_tensors
 from trainer.runs import METRICS
+from trainer.settings import Recipe
 
 
 @pytest.fixture
@@ -131,6 +135,28 @@ def test_a_target_that_the_network_reaches_ends_the_run(fit, mnist_folder, tmp_p
     assert epochs[-1]["validation_accuracy"] >= 0.99
     _, validation = load(mnist_folder).hold_out(5_000)
     assert of_file(path, validation) >= 99 - MOST
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
+def test_seeds_side_by_side_train_the_same_bytes_as_one_after_another(
+    precision, mnist_folder, tmp_path
+):
+    training, validation = load(mnist_folder).hold_out(5_000)
+    model = named("lenet")
+    recipe = Recipe(epochs=2, precision=precision, dropout=0.2).resolved("cuda")
+
+    def work(ops, seed):
+        seeded = recipe.model_copy(update={"seed": seed})
+        tensors = initial_tensors(model, np.random.default_rng(seed))
+        network = Network(model, tensors, ops, seeded.dropout)
+        checkpoint = Checkpoint(tmp_path, seeded, "", validation)
+        loop.train(network, seeded, training, validation, checkpoint, leader=False)
+        return {name: tensor.tobytes() for name, tensor in network.tensors.items()}
+
+    expected = [
+        on_devices(recipe, 1, lambda ops, _, seed=seed: work(ops, seed)) for seed in range(3)
+    ]
+    assert side_by_side(recipe, 3, work) == expected
 
 
 def test_a_search_counts_the_mistakes_that_the_files_of_its_recipes_make(

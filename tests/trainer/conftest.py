@@ -135,7 +135,7 @@ class FakeGpus:
             memory_bytes = 12_000_000
 
             def __init__(self, precision, device=0, cache=None, stopping=None):
-                super().__init__()
+                super().__init__(stopping=stopping)
                 self.precision, self.device, self.stopping = precision, device, stopping
                 self.thread, self.joined = threading.get_ident(), None
                 self.left = threading.Event()

@@ -1,12 +1,17 @@
 import threading
 
+import numpy as np
 import pytest
 
 from lenet.errors import DeviceError
+from lenet.model import named
 from tests.service_process import PATIENCE_S
 from trainer import devices
-from trainer.devices import check_classes, choose, on_devices
+from trainer.checkpoint import Checkpoint
+from trainer.devices import check_classes, choose, on_devices, side_by_side
 from trainer.errors import DeviceUnavailable
+from trainer.loop import train
+from trainer.network import Network, initial_tensors
 from trainer.settings import Recipe
 
 
@@ -126,3 +131,72 @@ def test_a_rank_that_does_not_stop_is_aborted(fake_gpus, monkeypatch):
         on_devices(recipe_on("cuda"), 2, work)
     assert [ranks.aborted.is_set() for ranks in gpus.ranks] == [True, True]
     assert len(gpus.closed) == 2
+
+
+class Training:
+    """Trains mlp with the seed `number`; `before_step` is called with it before each step."""
+
+    def __init__(self, digits, folder, epochs, before_step=lambda _number: None):
+        self._digits, self._folder, self._epochs = digits, folder, epochs
+        self._before_step = before_step
+
+    def __call__(self, ops, number):
+        model, digits = named("mlp"), self._digits
+        recipe = Recipe(model="mlp", epochs=self._epochs, batch=50, rate=0.05, seed=number)
+        network = Network(model, initial_tensors(model, np.random.default_rng(number)), ops, 0.2)
+        checkpoint = Checkpoint(self._folder / str(number), recipe, "", digits)
+        batch = ops.batch
+
+        def observed(state):
+            self._before_step(number)
+            return batch(state)
+
+        ops.batch = observed
+        train(network, recipe, digits, digits, checkpoint, leader=False)
+        return {name: tensor.tobytes() for name, tensor in network.tensors.items()}
+
+
+def test_seeds_side_by_side_train_the_same_bytes_as_one_after_another(digits, tmp_path):
+    # Three steps at a time: each seed waits for the two others before every step.
+    meeting = threading.Barrier(3)
+    together = Training(digits(200, 0), tmp_path, 3, lambda _: meeting.wait(PATIENCE_S))
+    alone = Training(digits(200, 0), tmp_path, 3)
+    recipe = recipe_on("cpu", batch=50)
+    expected = [
+        on_devices(recipe, 1, lambda ops, _, seed=seed: alone(ops, seed)) for seed in range(3)
+    ]
+    assert side_by_side(recipe, 3, together) == expected
+    assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("error", [ValueError("of seed 1"), KeyboardInterrupt()])
+def test_a_failure_or_an_interruption_of_one_seed_stops_the_others(
+    device, error, fake_gpus, digits, tmp_path, monkeypatch
+):
+    gpus = fake_gpus(1)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    started, stopped, all_at_once = set(), set(), threading.Barrier(3 + interrupted)
+
+    def before_step(number):
+        if number not in started:
+            started.add(number)
+            all_at_once.wait(PATIENCE_S)
+            if number == 1 and not interrupted:
+                raise error
+
+    if interrupted:
+        monkeypatch.setattr(devices, "wait", Interrupted(all_at_once))
+    endless = Training(digits(200, 0), tmp_path, 200, before_step)
+
+    def work(ops, number):
+        try:
+            endless(ops, number)
+        except DeviceError:
+            stopped.add(number)
+            raise
+
+    with pytest.raises(type(error)):
+        side_by_side(recipe_on(device, batch=50), 3, work)
+    assert stopped == ({0, 1, 2} if interrupted else {0, 2})
+    assert len(gpus.opened) == len(gpus.closed) == (3 if device == "cuda" else 0)

@@ -1,13 +1,19 @@
 """`python -m trainer search`: trials, a journal that is gone on with, and no look at the test."""
 
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from lenet.command_line import parse
 from lenet.errors import InvalidSettings
 from lenet.model import named
+from tests.service_process import PATIENCE_S
 from trainer.mnist import Dataset
 from trainer.search import search
 from trainer.settings import Fit, Search
@@ -97,3 +103,43 @@ def test_a_recipe_that_diverges_is_a_trial_without_a_result(tmp_path, without_te
 def test_a_setting_that_cannot_be_varied_is_refused(tmp_path, without_test_images, fields, message):
     with pytest.raises(InvalidSettings, match=message):
         search(settings(tmp_path, **fields), named("mlp"), without_test_images, [].append)
+
+
+PROGRAM = """
+import sys
+from trainer import search
+from trainer.__main__ import main
+search.SIDE_BY_SIDE["cpu"] = 3
+sys.exit(main())
+"""
+
+
+@pytest.mark.process
+def test_an_interrupted_search_ends_and_the_same_command_goes_on(digits, write_idx, tmp_path):
+    data = write_idx(Dataset(digits(6_000, 0), digits(60, 1), ""))
+    line = ["search", "--device", "cpu", "--model", "mlp", "--epochs", "1", "--batch", "64"]
+    line += ["--validation-images", "50", "--data", data, "--journal", tmp_path / "journal"]
+
+    def start(count):
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *map(str, line), "--trials", str(count)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    ended = 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        run = start(1_000)
+        while not (said := run.stdout.readline()).startswith("trial "):
+            assert said, run.communicate()[1]
+        assert said.startswith(f"trial {ended + 1} of 1000: ")
+        run.send_signal(number)
+        said, errors = run.communicate(timeout=PATIENCE_S)
+        assert run.returncode == 130
+        assert errors == "interrupted; the same command goes on with the search\n"
+        ended += 1 + len(trials(said.splitlines()))
+    said, errors = start(ended + 1).communicate(timeout=PATIENCE_S)
+    (last,) = trials(said.splitlines())
+    assert last.startswith(f"trial {ended + 1} of {ended + 1}: "), errors

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from lenet.model import ConvBlock, Model, window_count
 from lenet.pixels import SCALE, Images
 from lenet.reference import Array
 from trainer.augment import warp
-from trainer.ops import RUNNING_SHARE, Epilogue, LossScale, Norm, Run, Update
+from trainer.ops import RUNNING_SHARE, Epilogue, LossScale, Norm, Run, Update, check_stop
 from trainer.ops_cpu.activations import Activated, activate, activate_backward
 from trainer.ops_cpu.batch_norm import (
     Standardized,
@@ -70,15 +71,19 @@ def _normalize(x: Array, norm: Norm, training: bool) -> tuple[Array, Standardize
 
 
 class CpuOps:
-    """`TrainingOps` on NumPy arrays of `dtype`, one thread, without state of its own."""
+    """`TrainingOps` on NumPy arrays of `dtype`, one thread, without state of its own.
+
+    Once `stopping` is set, reading losses fails with a DeviceError.
+    """
 
     name: str = "cpu"
     readback_steps: int = 1
     memory_bytes: int = 0
     ranks: int = 1
 
-    def __init__(self, dtype: DTypeLike = np.float32) -> None:
+    def __init__(self, dtype: DTypeLike = np.float32, stopping: Event | None = None) -> None:
         self._dtype = np.dtype(dtype)
+        self._stopping = stopping
 
     def barrier(self) -> None:
         """Returns at once: there is one rank."""
@@ -281,6 +286,7 @@ class CpuOps:
     def losses(
         self, state: CpuRunState, start: int, stop: int
     ) -> tuple[NDArray[np.floating[Any]], NDArray[np.int64]]:
+        check_stop(self._stopping)
         return state.losses[start:stop].copy(), state.correct[start:stop].copy()
 
     def finite(self, x: Array) -> bool:

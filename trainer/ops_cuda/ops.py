@@ -25,10 +25,9 @@ from lenet.cuda.engine_cache import EngineCache
 from lenet.cuda.engines import EngineCatalog
 from lenet.cuda.kernels import Kernels, storage_dtype
 from lenet.cuda.memory import Arena, Workspace
-from lenet.errors import DeviceError
 from lenet.model import ConvBlock, Model
 from lenet.pixels import Images
-from trainer.ops import Array, Epilogue, LossScale, Run, Saved, Update
+from trainer.ops import Array, Epilogue, LossScale, Run, Saved, Update, check_stop
 from trainer.ops_cuda import first_block, parameters
 from trainer.ops_cuda.batch import BatchKernels
 from trainer.ops_cuda.epilogue import Epilogues
@@ -45,7 +44,7 @@ class CudaOps:
     """`TrainingOps` on GPU number `device`, for the thread that constructs it; see `close`.
 
     `fp32` never uses TF32; `mixed` computes in float16 with float32 sums, masters and moments.
-    Once `stopping` is set, choosing cuDNN engines fails with a DeviceError.
+    Once `stopping` is set, choosing cuDNN engines and reading losses fail with a DeviceError.
 
     Raises:
         BackendUnavailable: see `lenet.cuda.device.devices`.
@@ -77,9 +76,9 @@ class CudaOps:
             self.wgrad_handle = opened.enter_context(Handle(device))
             self.handle = opened.enter_context(Handle(device))
             kernels = Kernels(self.handle)
-            check_stop = partial(_check_stop, stopping) if stopping is not None else None
+            self._check_stop = partial(check_stop, stopping)
             engines, wgrad_engines = (
-                EngineCatalog(handle, Workspace(), cache, autotune, check_stop=check_stop)
+                EngineCatalog(handle, Workspace(), cache, autotune, check_stop=self._check_stop)
                 for handle in (self.handle, self.wgrad_handle)
             )
             self.linear = Linear(
@@ -291,6 +290,8 @@ class CudaOps:
     def losses(
         self, state: RunState, start: int, stop: int
     ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+        if self._ranks is None:  # ranks agree on it: one that stops alone would block the others
+            self._check_stop()
         with translated("waiting for the GPU"):
             return state.download(start, stop, self._ranks)
 
@@ -315,8 +316,3 @@ class CudaOps:
     def memory_bytes(self) -> int:
         """The memory that CuPy has allocated, without contexts and libraries."""
         return int(cupy.get_default_memory_pool().total_bytes())
-
-
-def _check_stop(stopping: Event) -> None:
-    if stopping.is_set():
-        raise DeviceError("training was asked to stop")
