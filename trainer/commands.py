@@ -19,7 +19,7 @@ from lenet.model import Model
 from lenet.weightfile import Training, WeightFile
 from trainer.calibration import cooled, limit_reached, temperature
 from trainer.checkpoint import Checkpoint, Epoch
-from trainer.datasets import class_names, load
+from trainer.datasets import class_names, load, summary
 from trainer.devices import check, check_classes, choose, on_devices, unavailable
 from trainer.download import obtain
 from trainer.errors import (
@@ -115,7 +115,8 @@ def fit(settings: Fit) -> None:
     with _writing(settings.out):
         folder.mkdir(parents=True, exist_ok=True)  # before minutes of training
     training, validation = dataset.hold_out(settings.validation_images)
-    images = f"{len(training)} training, {len(validation)} validation images"
+    settings = settings.model_copy(update={"validation_images": len(validation)})
+    images = summary(dataset, training, validation)
     first = initial_tensors(model, np.random.default_rng(settings.seed)) | found
     if found:
         some = training.images[:: max(1, len(training) // MOMENT_IMAGES)]
@@ -128,7 +129,7 @@ def fit(settings: Fit) -> None:
             settings.checkpoints, settings, dataset.sha256, validation, origin(model, found)
         )
         attempts.append(checkpoint)
-        print(f"{settings.command()}\n{images}")
+        print("\n".join((settings.command(), *images)))
         resumed = " since it was resumed" if checkpoint.path.exists() else ""
         run = RunFolder(settings.runs, model.name)
         run.write_settings(
@@ -140,6 +141,7 @@ def fit(settings: Fit) -> None:
                 "dataset_sha256": dataset.sha256,
                 "training_images": len(training),
                 "validation_images": len(validation),
+                "images": images,
                 "device": settings.device if settings.gpus == 1 else f"{settings.gpus} x cuda",
             }
         )
@@ -190,7 +192,7 @@ def fit(settings: Fit) -> None:
     )
     _write_page(
         run.path / REPORT,
-        lambda: report(read_run(run.path), exported.weights, dataset.test.images),
+        lambda: report(read_run(run.path), exported.weights, dataset.test.images, training),
     )
     print(
         f"{_written(exported)}: {parameters} parameters, "
@@ -301,6 +303,8 @@ def search(settings: Search) -> None:
     settings = settings.resolved(choose(settings.device, print))
     check(settings, 1)
     check_classes(settings.device, len(names), print)
+    held_out = len(dataset.hold_out(settings.validation_images)[1])
+    settings = settings.model_copy(update={"validation_images": held_out})
     try:
         search_recipes(settings, model, dataset, partial(print, flush=True))
     except ImportError as exc:

@@ -162,7 +162,51 @@ def load(
     if test is None:
         count = max(round(TEST_SHARE * len(train)), len(found.names))
         train, test = mnist.divided(train, count, found.names, str(path))
-    return Dataset(train, test, found.sha256, found.names, found.parts.get("validation"))
+    pixels = (int(found.pixels.min()), int(found.pixels.max())) if len(found.pixels) else None
+    return Dataset(train, test, found.sha256, found.names, found.parts.get("validation"), pixels)
+
+
+_LISTED_CLASSES = 20
+"""More classes are counted, with the one that has the fewest images and the one with the most."""
+_ENOUGH = 10
+"""Validation images of a class, below which the summary says so."""
+
+
+def summary(dataset: Dataset, training: Digits, validation: Digits) -> list[str]:
+    """What is trained on: lines about classes, sizes and parts, and of what may be wrong."""
+    parts = {"training": training, "validation": validation, "test": dataset.test}
+    names = dataset.names
+    counts = {name: np.bincount(part.labels, minlength=len(names)) for name, part in parts.items()}
+    total = np.sum(list(counts.values()), axis=0)
+    if len(names) <= _LISTED_CLASSES:
+        of_each = ", ".join(f"{name} {count}" for name, count in zip(names, total, strict=True))
+    else:
+        few, many = int(total.argmin()), int(total.argmax())
+        of_each = f"from {total[few]} of {names[few]} to {total[many]} of {names[many]}"
+    lines = [f"{total.sum()} images of {len(names)} classes: {of_each}"]
+    if dataset.pixels is not None:
+        low, high = dataset.pixels
+        lines.append(f"made of pictures of {f'{low} to ' if low < high else ''}{high} pixels")
+    lines.append(", ".join(f"{len(part)} {name}" for name, part in parts.items()) + " images")
+    hashes = {name: mnist.image_hashes(part.images) for name, part in parts.items()}
+    for name in ("validation", "test"):
+        same = np.count_nonzero(np.isin(hashes[name], hashes["training"]))
+        if same:
+            lines.append(f"{same} of the {name} images are training images too")
+    pairs = {
+        pair
+        for name, part in parts.items()
+        for pair in zip(hashes[name].tolist(), part.labels.tolist(), strict=True)
+    }
+    if double := len(pairs) - len(np.unique(np.concatenate(list(hashes.values())))):
+        lines.append(f"{double} images are there under two classes")
+    fewest = int(counts["validation"].argmin())
+    if (count := counts["validation"][fewest]) < _ENOUGH:
+        lines.append(
+            f"{count} validation images of {names[fewest]}, expected at least {_ENOUGH} of each "
+            "class: the validation accuracy and the calibration are rough"
+        )
+    return lines
 
 
 def _pictures(path: Path) -> Path | None:

@@ -35,6 +35,10 @@ DIGITS = tuple("0123456789")
 _UNSIGNED_BYTE = 0x08
 
 
+MOST_HELD_OUT = 5_000
+"""Maximum validation images, unless --validation-images says more."""
+
+
 @dataclass(frozen=True, slots=True)
 class IdxFile:
     """One of the four: MNIST's name without `.gz`, and the SHA-256 of its uncompressed bytes.
@@ -115,7 +119,8 @@ class Dataset:
     """The parts to train and to test on, a digest of the data, and the names of its classes.
 
     Of files in IDX format `sha256` is that of the uncompressed bytes in the order of `FILES`.
-    `validation`: the images for it, where the data has some of its own.
+    `validation`: the images for it, where the data has some of its own. `pixels`: the fewest and
+    the most of a picture, where images were made of pictures.
     """
 
     train: Digits
@@ -123,27 +128,36 @@ class Dataset:
     sha256: str
     names: tuple[str, ...] = DIGITS
     validation: Digits | None = None
+    pixels: tuple[int, int] | None = None
 
-    def hold_out(self, count: int) -> tuple[Digits, Digits]:
-        """(training, validation): `count` training images are for validation.
+    def hold_out(self, count: int = 0) -> tuple[Digits, Digits]:
+        """(training, validation): `count` training images, 0 for a tenth, are for validation.
 
-        Of MNIST they are the last ones, of other data those that `divided` draws. Data with
-        validation images of its own is divided already. They do not depend on the seed, so runs can
-        be compared.
+        A tenth is at most `MOST_HELD_OUT`. Of MNIST they are the last ones, of other data those
+        that `divided` draws. Data with validation images of its own is divided already. They do not
+        depend on the seed, so runs can be compared.
 
         Raises:
-            InvalidDataset: no images would be left to train on, or none of a class.
+            InvalidDataset: no images would be left to train on, or none of a class; or the data has
+                another number of validation images.
         """
         if self.validation is not None:
+            if count not in (0, len(self.validation)):
+                raise InvalidDataset(
+                    f"the data has {len(self.validation)} validation images of its own, and "
+                    f"--validation-images is {count}; remove it"
+                )
             return self.train, self.validation
         images, labels = self.train.images, self.train.labels
+        classes = len(np.unique(labels))
+        count = count or max(classes, min(MOST_HELD_OUT, len(images) // 10))
         rest = len(images) - count
         if rest < 1:
             raise InvalidDataset(
                 f"the training set has {len(images)} images, expected more than the {count} held "
                 "out for validation; lower --validation-images"
             )
-        if self.sha256 == _SHA256:
+        if self.sha256 == _SHA256 and len(np.unique(labels[rest:])) == classes:
             return Digits(images[:rest], labels[:rest]), Digits(images[rest:], labels[rest:])
         return divided(self.train, count, self.names, "the training set")
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lenet.pixels import HEIGHT, WIDTH, Images
+from trainer.augment import WarpLimits, warp
+from trainer.mnist import Digits
 from trainer.runs import FinishedRun
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ th:first-child, td:first-child { text-align: left; }
   grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); }
 .mistakes figure { margin: 0; } .mistakes img { width: 100%; image-rendering: pixelated;
   border: 1px solid #dde3ea; } figcaption { font-size: .8rem; line-height: 1.3; }
+.images figure { margin: 0 0 1rem; } .images img { width: 100%; image-rendering: pixelated;
+  border: 1px solid #dde3ea; }
 code { overflow-wrap: anywhere; font-size: .85rem; }
 """
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9691c", "#8a94a0"
@@ -42,12 +46,21 @@ _FILTERS = 64
 """At most so many of the first layer are drawn."""
 
 
-def report(run: FinishedRun, weights: WeightFile, images: Images) -> str:
+_SHOWN_IMAGES, _ACROSS = 100, 20
+"""Training images that are shown, and how many in a row."""
+
+
+def report(run: FinishedRun, weights: WeightFile, images: Images, training: Digits) -> str:
     """The page of a run whose result is `weights`; `images` are the test images."""
     names, summary = weights.training.labels, run.summary
     title = f"{weights.model.name}, {summary['accuracy']:.2%} on the test images"
     sections = (
         _facts(run, weights),
+        _section(
+            "What it was trained on",
+            _training_images(run, training),
+            "; ".join(run.settings["images"]) + ".",
+        ),
         _section("Loss and accuracy", _history([run]), _resumed(run)),
         _section(
             "Which class is taken for which",
@@ -206,6 +219,34 @@ def _mistakes(
         for image, true, predicted, confidence in worst
     )
     return f"<div class='mistakes'>{''.join(figures)}</div>"
+
+
+def _training_images(run: FinishedRun, training: Digits) -> str:
+    """Some training images, in the order of their classes, and as one step augments them."""
+    order = np.argsort(training.labels, kind="stable")
+    count = min(len(order), _SHOWN_IMAGES)
+    some = training.images[order[np.linspace(0, len(order) - 1, count).astype(int)]]
+    recipe = run.settings["recipe"]
+    limits = WarpLimits(**{name: recipe[name] for name in WarpLimits.__dataclass_fields__})
+    figures = (
+        f"<figure><img alt='' src='{_png(_mosaic(shown))}'><figcaption>{caption}</figcaption>"
+        "</figure>"
+        for shown, caption in (
+            (some, f"{count} training images as they go in, class after class"),
+            (warp(some, limits, recipe["seed"], 0), "the same, augmented as in a step"),
+        )
+    )
+    return f"<div class='images'>{''.join(figures)}</div>"
+
+
+def _mosaic(images: Images) -> Images:
+    """The images, dark on white, side by side: (height, width)."""
+    rows = -(-len(images) // _ACROSS)
+    tiles = np.zeros((rows * _ACROSS, HEIGHT, WIDTH), np.uint8)
+    tiles[: len(images)] = images
+    grid = tiles.reshape(rows, _ACROSS, HEIGHT, WIDTH).swapaxes(1, 2)
+    mosaic: Images = 255 - grid.reshape(rows * HEIGHT, _ACROSS * WIDTH)
+    return mosaic
 
 
 def _png(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> str:

@@ -120,9 +120,10 @@ class Recipe(_Command):
     freeze: Annotated[tuple[str, ...], NoDecode] = ()
     """The first layers, separated by commas, as conv1,conv2: they are not trained."""
 
-    validation_images: int = Field(5_000, ge=1)
+    validation_images: int = Field(0, ge=0)
     """How many of the training images are held out for validation: of MNIST the last ones, else the
-    same share of each class. Data with validation images of its own is not divided."""
+    same share of each class; 0 means a tenth, at most 5000. Data with validation images of its own
+    is not divided."""
 
     device: Device = "auto"
     """Device to train on: auto takes a GPU if there is one. The last bits of the result depend on

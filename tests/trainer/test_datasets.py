@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trainer.datasets import class_names, load, read
+from trainer.datasets import class_names, load, read, summary
 from trainer.errors import DatasetUnavailable, InvalidDataset
-from trainer.mnist import DIGITS, Digits
+from trainer.mnist import DIGITS, Dataset, Digits
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def test_the_parts_of_pictures_are_folders(tmp_path, digits):
         parts[name] = digits(40 - 10 * seed, seed)
         write_pictures(own / name, parts[name])
     found = load(own)
-    training, validation = found.hold_out(7)
+    training, validation = found.hold_out()
     for part, name in ((training, "train"), (validation, "val"), (found.test, "test")):
         assert np.bincount(part.labels).tolist() == np.bincount(parts[name].labels).tolist()
 
@@ -217,3 +217,38 @@ def test_what_is_no_dataset_is_refused_with_the_forms(tmp_path):
     }.items():
         with pytest.raises(DatasetUnavailable, match=f"{problem}; expected a folder with pictures"):
             read(path)
+
+
+def test_the_summary_says_what_there_is_and_what_may_be_wrong(tmp_path, digits):
+    for seed, (part, count) in enumerate({"train": 60, "validation": 30, "test": 20}.items()):
+        write_pictures(tmp_path / "own" / part, digits(count, seed))
+    drawn = tmp_path / "own/train/4"
+    first = sorted(drawn.iterdir())[0]
+    (tmp_path / "own/test/4/again.png").write_bytes(first.read_bytes())
+    (tmp_path / "own/train/5/again.png").write_bytes(first.read_bytes())
+    (large := Image.open(first)).resize((300, 200)).save(drawn / "large.png")
+    large.close()
+    dataset = load(tmp_path / "own")
+    assert summary(dataset, *dataset.hold_out()) == [
+        "113 images of 10 classes: 0 11, 1 11, 2 11, 3 11, 4 13, 5 12, 6 11, 7 11, 8 11, 9 11",
+        "made of pictures of 3136 to 60000 pixels",
+        "62 training, 30 validation, 21 test images",
+        "1 of the test images are training images too",
+        "1 images are there under two classes",
+        "3 validation images of 0, expected at least 10 of each class: the validation accuracy and "
+        "the calibration are rough",
+    ]
+
+
+def test_the_summary_of_a_good_dataset_is_short(digits):
+    many = [f"class {number}" for number in range(47)]
+    parts = []
+    for seed, count in enumerate((2000, 800, 800)):
+        labels = (np.arange(count) % 47).astype(np.uint8)
+        parts.append(Digits(digits(count, seed).images, labels))
+    training, validation, test = parts
+    dataset = Dataset(training, test, "", tuple(many), validation)
+    assert summary(dataset, training, validation) == [
+        "3600 images of 47 classes: from 76 of class 26 to 79 of class 0",
+        "2000 training, 800 validation, 800 test images",
+    ]

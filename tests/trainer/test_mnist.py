@@ -29,6 +29,23 @@ def test_the_last_training_images_of_mnist_are_held_out(tiny, monkeypatch):
     np.testing.assert_array_equal(training.labels, tiny.train.labels[:300])
 
 
+@pytest.mark.parametrize(("images", "held_out"), [(400, 40), (60, 10)])
+def test_a_tenth_is_held_out_but_at_least_one_of_each_class(digits, monkeypatch, images, held_out):
+    dataset = Dataset(digits(images, 0), digits(60, 1), "")
+    assert len(dataset.hold_out()[1]) == held_out
+    assert set(dataset.hold_out()[1].labels) == set(range(10))
+    monkeypatch.setattr("trainer.mnist.MOST_HELD_OUT", 30)
+    assert len(dataset.hold_out()[1]) == min(held_out, 30)
+
+
+def test_data_that_is_divided_already_is_held_out_as_it_is(tiny, digits):
+    own = Dataset(tiny.train, tiny.test, "", validation=digits(20, 3))
+    for count in (0, 20):
+        assert own.hold_out(count) == (own.train, own.validation)
+    with pytest.raises(InvalidDataset, match="the data has 20 validation images of its own, and"):
+        own.hold_out(21)
+
+
 def test_mnist_is_recognised(mnist_folder):
     dataset = load(mnist_folder)
     np.testing.assert_array_equal(dataset.hold_out(5_000)[1].images, dataset.train.images[-5_000:])

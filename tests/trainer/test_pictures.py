@@ -22,13 +22,13 @@ def cache(tmp_path, monkeypatch):
 
 
 def picture(digit, size, kind):
-    """`digit` dark on a sheet of `size` x `size`, as a file of `kind`."""
+    """`digit` on a sheet of `size` x `size`, dark or in a GIF light, as a file of `kind`."""
     sheet = np.full((size, size), 240, np.uint8)
     side = size // 28
     drawn = np.kron(digit, np.ones((side, side), np.uint8))
     sheet[: 28 * side, : 28 * side] -= (drawn * 0.9).astype(np.uint8)
     file = io.BytesIO()
-    Image.fromarray(sheet).save(file, kind)
+    Image.fromarray(255 - sheet if kind == "GIF" else sheet).save(file, kind)
     return file.getvalue()
 
 

@@ -1,8 +1,12 @@
 """The folder of a run, its report, and two runs side by side."""
 
+import base64
+import io
 import re
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from trainer import commands
 from trainer.commands import run
@@ -29,7 +33,7 @@ def fit(tiny, write_idx, tmp_path):
     return fit
 
 
-def test_a_run_leaves_its_settings_metrics_and_a_page_of_its_own(fit, tmp_path, capsys):
+def test_a_run_leaves_its_settings_metrics_and_a_page_of_its_own(fit, tiny, tmp_path, capsys):
     labels = tmp_path / "labels.txt"
     labels.write_text("\n".join(f"<{name}>" for name in "abcdefghij"))
     folder = fit("--labels", labels)
@@ -44,6 +48,17 @@ def test_a_run_leaves_its_settings_metrics_and_a_page_of_its_own(fit, tmp_path, 
     assert f"test accuracy {found.summary['accuracy']:.2%}" in printed
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 5
+    assert "; 300 training, 100 validation, 60 test images." in page
+    shown = re.search(r"<img alt='' src='data:image/png;base64,([^']+)'><figcaption>100 tr", page)
+    with Image.open(io.BytesIO(base64.b64decode(shown[1]))) as picture:
+        tiles = 255 - np.asarray(picture).reshape(5, 28, 20, 28).swapaxes(1, 2).reshape(-1, 28, 28)
+    given = {
+        image.tobytes(): label
+        for image, label in zip(tiny.train.images, tiny.train.labels, strict=True)
+    }
+    labels = [given[tile.tobytes()] for tile in tiles]  # each is a training image
+    assert labels == sorted(labels)
+    assert set(labels) == set(range(10))
     assert "&lt;a&gt;" in page
     assert "<a>" not in page
     # Nothing is loaded from anywhere: links are within the page, or names of XML.

@@ -70,7 +70,7 @@ def test_the_command_of_a_fit_has_what_the_result_depends_on_beside_the_recipe()
         "--target=0",
         "--target=101",
         "--gpus=0",
-        "--validation-images=0",
+        "--validation-images=-1",
     ],
 )
 def test_a_value_out_of_range_is_refused(flag):
