@@ -511,7 +511,8 @@ def test_everybody_can_read_the_page(service, visit, view, options):
 
     page = visit(service, f"/#{view}", **options)
     if view == "draw":
-        page.locator("#samples button").nth(4).click()
+        page.draw(STROKES[4])
+        page.locator("#classes button").nth(4).click()
         page.wait_for_selector(".layer canvas")
         page.until("flip-text", ".includes(' 4 into ')")
     else:

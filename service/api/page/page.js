@@ -3,6 +3,7 @@
 import { broken, digitsOf, draw, imageOf, pictureOf, PIXELS, SIDE } from "./prepare.js";
 import { $, bars, colour, count, duration, make, fit, fresh, note, on, percent, say, showGrey } from "./show.js";
 import { BYTES, Refused, ask, attempt, hasKey, newest, noteSuccess, onReturn } from "./talk.js";
+import { showHand } from "./hand.js";
 import { snippets } from "./snippets.js";
 import { showInside } from "./inside.js";
 import { ROUNDS, changeMarks, covered, heatMarks, paintWhy, runnerUp, turned, weighed } from "./why.js";
@@ -230,6 +231,7 @@ function showNothing() {
   fresh($("times"));
   const names = labelsOf(model);
   showBars(new Array(names.length || 10).fill(0), names);
+  showHand(names);
   showHistory();
   compareNothing();
   explainNothing();
@@ -259,6 +261,7 @@ function showAnswer(answer) {
   showSeen();
   const { probabilities } = predictions[chosen];
   showBars(probabilities, labelsOf(answer.model));
+  showHand(labelsOf(answer.model), pixels.length ? undefined : drawn.digits[chosen], drawn.pen);
   about(answer);
   answers.push(probabilities);
   if (answers.length > ANSWERS) answers.shift();

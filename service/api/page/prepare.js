@@ -10,7 +10,7 @@ export const SURFACE = 280; // Pixels of the surface on which strokes become ink
 
 const BOX = 20; // The longer side of a digit in the image.
 const CENTRE = 14; // MNIST's centre of mass, as a pixel index.
-const PEN = 0.085; // Of the surface's side: about 2 of 28 pixels for a digit that fills it.
+export const PEN = 0.085; // Of the surface's side: about 2 of 28 pixels for a digit that fills it.
 const FINEST = 0.02, FINE = 0.1; // The pen of several digits: at least, and of the tallest stroke's height.
 
 const surface = document.createElement("canvas");
@@ -60,7 +60,8 @@ export function digitsOf(strokes) {
   return { digits, pen: digits.length > 1 ? pen / PEN : 1 };
 }
 
-function boxOf(points) {
+/** The box around points. */
+export function boxOf(points) {
   const xs = points.map(([x]) => x), ys = points.map(([, y]) => y);
   return { left: Math.min(...xs), right: Math.max(...xs), top: Math.min(...ys), bottom: Math.max(...ys) };
 }
