@@ -16,8 +16,6 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +27,10 @@ from numpy.typing import NDArray
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from lenet.weightfile import MAX_LABEL_CHARACTERS, is_label
 from trainer import mnist
-from trainer.errors import DatasetUnavailable, InvalidDataset
-from trainer.mnist import MAX_CLASSES, MAX_FILE_BYTES, Dataset, Digits, label_names
+from trainer.errors import DatasetUnavailable, InvalidDataset, InvalidImport
+from trainer.mnist import MAX_CLASSES, Dataset, Digits, label_names
 from trainer.pictures import class_folders, read_pictures, visible
+from trainer.tensor_files import read_npz
 
 Part: TypeAlias = Literal["train", "validation", "test"]
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
@@ -292,25 +291,17 @@ _KEYS: tuple[tuple[Part, str, str], ...] = (
 def _npz(path: Path) -> dict[Part, _Arrays]:
     """The parts of an npz file. Raises: InvalidDataset."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = {one.filename.removesuffix(".npy"): one for one in archive.infolist()}
-        for name, member in members.items():
-            if member.file_size > MAX_FILE_BYTES:
-                raise InvalidDataset(
-                    f"{path}: {name} has {member.file_size} bytes, expected at most "
-                    f"{MAX_FILE_BYTES}; save pixels as uint8"
-                )
-        with np.load(path, allow_pickle=False) as arrays:
-            found = {
-                part: (_images(path, x, arrays[x]), _labels(path, y, arrays[y], len(arrays[x])))
-                for part, x, y in _KEYS
-                if x in members and y in members
-            }
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as exc:
-        raise InvalidDataset(f"{path}: cannot be read as npz ({exc})") from exc
+        arrays = dict(read_npz(mnist.uncompressed(path)))
+    except InvalidImport as exc:
+        raise InvalidDataset(f"{path}: {exc}") from exc
+    found = {
+        part: (_images(path, x, arrays[x]), _labels(path, y, arrays[y], len(arrays[x])))
+        for part, x, y in _KEYS
+        if x in arrays and y in arrays
+    }
     if not found:
         raise InvalidDataset(
-            f"{path}: has {', '.join(sorted(members)[:8]) or 'no arrays'}, expected x_train, "
+            f"{path}: has {', '.join(sorted(arrays)[:8]) or 'no arrays'}, expected x_train, "
             "y_train, x_test and y_test, or images and labels"
         )
     return found

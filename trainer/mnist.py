@@ -221,7 +221,7 @@ def read_idx(path: Path) -> tuple[NDArray[np.uint8], bytes]:
     Raises:
         InvalidDataset: unreadable, or its size differs from its header.
     """
-    content = uncompressed(path)
+    content = uncompressed(path, "; delete it to have MNIST's downloaded again")
     zeros, kind, dimensions = struct.unpack(">HBB", content[:4].ljust(4, b"\xff"))
     if zeros != 0 or kind != _UNSIGNED_BYTE:
         raise InvalidDataset(
@@ -247,8 +247,8 @@ def read_idx(path: Path) -> tuple[NDArray[np.uint8], bytes]:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape), content
 
 
-def uncompressed(path: Path) -> bytes:
-    """The content of a file, decompressed if it is gzip.
+def uncompressed(path: Path, advice: str = "") -> bytes:
+    """The content of a file, decompressed if it is gzip; `advice` ends the message of an error.
 
     Raises:
         InvalidDataset: unreadable, cut short, or larger than `MAX_FILE_BYTES`.
@@ -263,9 +263,7 @@ def uncompressed(path: Path) -> bytes:
             else:
                 content = raw.read(MAX_FILE_BYTES + 1)
     except (OSError, EOFError, zlib.error) as exc:
-        raise InvalidDataset(
-            f"{path}: cannot be read ({exc}); delete it to have it downloaded again"
-        ) from exc
+        raise InvalidDataset(f"{path}: cannot be read ({exc}){advice}") from exc
     if len(content) > MAX_FILE_BYTES:
         raise InvalidDataset(f"{path}: has more than the expected {MAX_FILE_BYTES} bytes")
     return content

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ from trainer.errors import InvalidDataset
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_PIXELS = 1 << 24
 """Maximum pixels of a picture: the service's default."""
+
+_REPORT_S = 10.0
+"""Time between two lines about the pictures that are prepared."""
 
 _NAMED = 3
 """Pictures that cannot be read and are named; the others are counted."""
@@ -82,7 +86,7 @@ def read_pictures(
     if (kept := _kept(cache, key, len(files))) is not None:
         return kept[0], labels, kept[1]
     report(f"{folder}: preparing {len(files)} pictures")
-    images, pixels, refused = _prepared(folder, files)
+    images, pixels, refused = _prepared(folder, files, report)
     try:
         is_changed = [_listing(folder, name) for name in classes] != listed
     except InvalidDataset:
@@ -133,7 +137,7 @@ def _listing(folder: Path, name: str) -> list[_Listed]:
 
 
 def _prepared(
-    folder: Path, files: Sequence[_Listed]
+    folder: Path, files: Sequence[_Listed], report: Callable[[str], None]
 ) -> tuple[Images, NDArray[np.int64], list[str]]:
     """The images and numbers of pixels of all files, and why some cannot be read."""
     from service.errors import InvalidInput, TooLarge
@@ -141,7 +145,11 @@ def _prepared(
     images = np.empty((len(files), HEIGHT, WIDTH), np.uint8)
     pixels = np.empty(len(files), np.int64)
     refused: list[str] = []
+    said = time.monotonic()
     for number, file in enumerate(files):
+        if (now := time.monotonic()) - said >= _REPORT_S:
+            said = now
+            report(f"{folder}: {number} of {len(files)} prepared")
         path = folder / file.name
         try:
             images[number], pixels[number] = _picture(path, file.size)

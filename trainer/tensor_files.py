@@ -64,7 +64,7 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
         raise InvalidImport(f"{path}: cannot be read ({exc.strerror})") from exc
     if len(content) > MAX_FILE_BYTES:
         raise InvalidImport(f"{path}: has more than the {MAX_FILE_BYTES} bytes that are read")
-    read = _read_npz if content[:2] == b"PK" else _read_safetensors
+    read = read_npz if content[:2] == b"PK" else _read_safetensors
     try:
         found = {
             name: value for name, value in read(content) if name.rpartition(".")[2] not in IGNORED
@@ -117,7 +117,8 @@ def _read_safetensors(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
         yield name, value
 
 
-def _read_npz(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
+def read_npz(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The arrays of an npz file, by name. Raises: InvalidImport: it is broken, or too large."""
     left = MAX_FILE_BYTES
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:

@@ -101,6 +101,13 @@ def test_a_second_run_takes_what_the_first_prepared_until_something_changes(
     assert len(list(cache.iterdir())) == 1
 
 
+def test_what_takes_long_is_counted(folder, monkeypatch):
+    monkeypatch.setattr(pictures, "_REPORT_S", 0.0)
+    lines = []
+    read_pictures(folder, class_folders(folder), lines.append)
+    assert lines[1:] == [f"{folder}: {number} of 6 prepared" for number in range(6)]
+
+
 def test_a_cache_on_a_full_disk_is_said_and_leaves_nothing(folder, cache, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
