@@ -44,10 +44,11 @@ def obstacle() -> str | None:
     if not given.isdecimal():
         return f"LENET_PORT is {given!r}, expected the number of the service's port"
     problem = None
-    for address in _LOOPBACK.get(host, (host,)):
-        problem = _ask(address, int(given))
-        if problem is None:
-            return None
+    for name in host.split(","):
+        for address in _LOOPBACK.get(name.strip(), (name.strip(),)):
+            problem = _ask(address, int(given))
+            if problem is None:
+                return None
     return problem
 
 

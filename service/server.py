@@ -206,6 +206,7 @@ async def _answer(
         access=service.access,
         certificate=certificate,
         max_connections=descriptors.connections(),
+        max_connection_age_s=settings.max_connection_age_s or math.inf,
         methods=service.methods if has_grpc else {},
         turns=Turns() if heart is None else Turns(heart.turn),
         app=service.app,

@@ -64,8 +64,8 @@ class Settings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """Address or host name to listen on; 0.0.0.0 for every IPv4 address of this machine, :: for
-    every address, IPv6 and IPv4."""
+    """Addresses or host names to listen on, separated by commas; 0.0.0.0 for every IPv4 address of
+    this machine, :: for every address, IPv6 and IPv4, localhost for 127.0.0.1 and ::1."""
 
     port: Port = 8000
     """HTTP port, /metrics included; 0 takes a free one. By default Vertex AI's AIP_HTTP_PORT or
@@ -171,6 +171,10 @@ class Settings(BaseSettings):
     grace_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """At stop: how long to keep serving after /readyz says no, for load balancers to notice."""
 
+    max_connection_age_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
+    """Age, give or take a tenth, at which a connection ends after the requests that have begun, so
+    that clients spread over instances that were added. 0 is no limit; uvicorn has none."""
+
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """Keys, separated by commas, each of at least 16 characters. With any, every request but those
     for health needs `Authorization: Bearer KEY`. Better as a variable than as a flag, which `ps`
@@ -253,9 +257,13 @@ class Settings(BaseSettings):
     @field_validator("host")
     @classmethod
     def _check_host(cls, host: str) -> str:
-        if not host or host.count(":") == 1 or set(host) & set("/[] "):
-            raise ValueError("expected an address or a host name alone; the port is --port")
-        return host
+        names = [name.strip() for name in host.split(",")]
+        if any(not name or name.count(":") == 1 or set(name) & set("/[] ") for name in names):
+            raise ValueError(
+                "expected an address or a host name alone; the port is --port, and commas "
+                "separate several"
+            )
+        return ",".join(names)
 
     @field_validator("port", "grpc_port", mode="before")
     @classmethod

@@ -93,7 +93,7 @@ async def serve(app: Application, options: argparse.Namespace) -> None:
         serving = asyncio.create_task(server.serve(listeners))
         allow_connections(listeners)
         scheme = "http" if certificate is None else "https"
-        _log.info("ready: %s://%s", scheme, at(options.host, listeners[0].getsockname()[1]))
+        _log.info("ready: %s://%s", scheme, at(*listeners[0].getsockname()[:2]))
         await stop.wait()
         server.stop()
         await serving

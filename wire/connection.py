@@ -10,6 +10,7 @@ What ends a connection:
     any -------- client gone -> requests cancelled; client does not read -> aborted
     answered --- "Connection: close", HTTP/1.0 -> lingering
     idle ------- keep-alive time over, or no answer to a PING -> closed
+    old -------- HTTP/1.1: after the next answer; HTTP/2: as at a stop, but streams go on
     stop ------- HTTP/1.1: after the answers that are due; HTTP/2: GOAWAY for later, what comes
                  meanwhile is answered, GOAWAY for good; then lingering
     lingering -- our side is shut, what the client still sends is read and dropped, for a while:
@@ -21,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 from socket import SO_ERROR, SOL_SOCKET
 from typing import TYPE_CHECKING, cast
 
@@ -65,7 +67,11 @@ class Connection(asyncio.Protocol):
         self.ended = False  # the client sends no more
         self.closing = False  # nothing more is read but what lingers
         self.stopping = service.stopping
+        self._is_old = False  # and so stopping, though the service is not
         self.since_s = loop.time()  # of being idle, or of the headers that arrive
+        # Connections that began together do not end together.
+        jitter = random.uniform(0.9, 1.1)  # noqa: S311 - no secret
+        self._old_at_s = self.since_s + jitter * service.max_connection_age_s
         self.blocked_since_s = self._closed_since_s = 0.0
         self._lingering_until_s = 0.0
         self._lingered_bytes = 0
@@ -325,16 +331,24 @@ class Connection(asyncio.Protocol):
         elif self.ended:
             transport.close()
         else:
-            linger_s = min(exchanges.linger_s, _STOP_LINGER_S if self.stopping else math.inf)
+            stopping = self.service.stopping
+            linger_s = min(exchanges.linger_s, _STOP_LINGER_S if stopping else math.inf)
             self._lingering_until_s = self.loop.time() + linger_s
             self.set_reading()
             transport.write_eof()
 
     def shutdown(self) -> None:
         """The server stops: answer what has begun, and close."""
-        if not (self.stopping or self.closing):
-            self.stopping = True
+        if (self._is_old or not self.stopping) and not self.closing:
+            self._is_old, self.stopping = False, True
             self.exchanges.stop()
+
+    def retire(self) -> None:
+        """The connection is old: answer what has begun and what its client still sends."""
+        self._old_at_s = math.inf
+        if not (self.stopping or self.closing):
+            self._is_old = self.stopping = True
+            self.exchanges.retire()
 
     def give_up(self, error: Refusal) -> None:
         """The stop takes too long."""
@@ -346,7 +360,9 @@ class Connection(asyncio.Protocol):
         service, transport = self.service, self.transport
         unread_bytes, before = self.transport.get_write_buffer_size(), self._unread_bytes
         self._unread_bytes = unread_bytes
-        most_s = _STOP_S if self.stopping else math.inf
+        if now_s >= self._old_at_s:
+            self.retire()
+        most_s = _STOP_S if service.stopping else math.inf
         write_s, header_s = (
             min(service.write_timeout_s, most_s),
             min(service.header_timeout_s, most_s),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
@@ -44,7 +45,9 @@ class HttpService:
 
     `app` answers what no route takes; each of its requests gets a copy of `state`, what its
     lifespan left there. Times are in seconds: for the headers of a request, between
-    requests, and for a client to read; those of `clock`, for the date, since the epoch.
+    requests, and for a client to read; those of `clock`, for the date, since the epoch. A
+    connection that reaches its maximum age, up to a tenth more or less, ends after the requests
+    that have begun: GOAWAY, or `Connection: close` with the next answer.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class HttpService:
         header_timeout_s: float = 10.0,
         keep_alive_s: float = 75.0,
         write_timeout_s: float = 30.0,
+        max_connection_age_s: float = math.inf,
         methods: Methods | None = None,
         turns: Turns | None = None,
         app: Application = _nothing,
@@ -80,6 +84,7 @@ class HttpService:
         self.header_timeout_s = header_timeout_s
         self.keep_alive_s = keep_alive_s
         self.write_timeout_s = write_timeout_s
+        self.max_connection_age_s = max_connection_age_s
         self.heads = Heads(routes, self.gate, self.scheme.encode(), max_header_bytes)
         """Known heads of requests over HTTP/1.1."""
         self.block_cache: dict[bytes, Http2Head] = {}

@@ -206,6 +206,9 @@ class Http1Exchanges:
             idle_s = self.loop.time() - self.connection.since_s
             self.loop.call_later(max(0.0, _IDLE_GRACE_S - idle_s), self._close_if_idle)
 
+    def retire(self) -> None:
+        """The next answer says `Connection: close`: an idle client may be about to ask."""
+
     def _close_if_idle(self) -> None:
         if self.connection.waits:
             self.loop.call_later(_IDLE_GRACE_S, self._close_if_idle)

@@ -827,7 +827,8 @@ class Http2:
 
     def announce_end(self) -> None:
         """Tell the client to open no more requests. Those on their way are answered."""
-        self._write(_frame(GOAWAY, 0, 0, _WORD.pack(_MOST_WINDOW) + _WORD.pack(0)))
+        if self._final is None:
+            self._write(_frame(GOAWAY, 0, 0, _WORD.pack(_MOST_WINDOW) + _WORD.pack(0)))
 
     def end(self) -> None:
         """Answer no requests after those that have come."""

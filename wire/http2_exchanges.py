@@ -168,12 +168,16 @@ class Http2Exchanges:
         self.http2.announce_end()
         self.loop.call_later(_LAST_CALLS_S, self._end_requests)
 
+    def retire(self) -> None:
+        """Likewise, but calls that stream go on."""
+        self.stop()
+
     def _end_requests(self) -> None:
         if self._more or self.connection.waits:  # requests that came before
             self.loop.call_later(_LAST_CALLS_S, self._end_requests)
             return
         self.http2.end()
-        for exchange in self.open:
+        for exchange in self.open if self.service.stopping else ():
             exchange.stop(Unavailable(STOPPING, retry_after_s=1))
         self.look_for_end()
 

@@ -17,30 +17,34 @@ BACKLOG = 2048
 def listen(host: str, port: int) -> tuple[socket.socket, ...]:
     """Bind a TCP socket for each address of `host`, all on one port; none takes connections yet.
 
-    An address family that this machine lacks is left out if another is there.
+    `host` may be several names or addresses between commas; localhost is 127.0.0.1 and ::1, also
+    where a file knows one of them alone. An address family that this machine lacks is left out if
+    the name has another.
 
     Raises:
-        CannotListen: an address is taken or none is this machine's; the message names it.
+        CannotListen: an address is taken or none of a name is this machine's; the message names it.
     """
-    sockets: list[socket.socket] = []
-    failures: list[OSError] = []
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, (address, *_) in dict.fromkeys(found):
-            try:
-                sockets.append(_bind(family, str(address), port))
-            except OSError as exc:
-                failures.append(exc)
-            else:
-                port = sockets[-1].getsockname()[1]
-        taken = [exc for exc in failures if exc.errno == errno.EADDRINUSE]
-        if taken or not sockets:
-            raise (taken or failures)[0]
-    except OSError as exc:
-        for listener in sockets:
-            listener.close()
-        raise cannot_listen(host, port, exc) from exc
-    return tuple(sockets)
+    sockets: dict[tuple[int, str], socket.socket] = {}
+    for name in host.split(","):
+        failures: list[OSError] = []
+        is_bound = False
+        try:
+            for family, address in _addresses(name, port):
+                try:
+                    if (family, address) not in sockets:
+                        sockets[family, address] = _bind(family, address, port)
+                except OSError as exc:
+                    failures.append(exc)
+                else:
+                    is_bound, port = True, sockets[family, address].getsockname()[1]
+            taken = [exc for exc in failures if exc.errno == errno.EADDRINUSE]
+            if taken or not is_bound:
+                raise (taken or failures)[0]
+        except OSError as exc:
+            for listener in sockets.values():
+                listener.close()
+            raise cannot_listen(name, port, exc) from exc
+    return tuple(sockets.values())
 
 
 def allow_connections(listeners: Sequence[socket.socket]) -> None:
@@ -75,12 +79,13 @@ def reserve(host: str, port: int) -> Iterator[tuple[socket.socket, ...]]:
         # in Linux' abstract namespace has one owner, is as wide as the ports (one network
         # namespace) and goes with the process. Elsewhere, of two services that start at the same
         # time, one ends when it begins to listen.
-        name = stack.enter_context(socket.socket(socket.AF_UNIX))
-        try:
-            if sys.platform == "linux":
-                name.bind(f"\0wire {host}:{port}")
-        except OSError as exc:
-            raise cannot_listen(host, port, exc) from exc
+        for name in host.split(","):
+            kept = stack.enter_context(socket.socket(socket.AF_UNIX))
+            try:
+                if sys.platform == "linux":
+                    kept.bind(f"\0wire {name}:{port}")
+            except OSError as exc:
+                raise cannot_listen(name, port, exc) from exc
         yield listeners
 
 
@@ -94,6 +99,15 @@ def cannot_listen(host: str, port: int, cause: OSError) -> CannotListen:
 def at(host: str, port: int) -> str:
     """Host and port as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _addresses(name: str, port: int) -> list[tuple[int, str]]:
+    """Family and address of each address that `name` has. Raises: OSError."""
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = [(int(family), str(address)) for family, *_, (address, *_) in found]
+    if name == "localhost":  # RFC 6761, 6.3
+        addresses += [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+    return list(dict.fromkeys(addresses))
 
 
 def _bind(family: int, address: str, port: int) -> socket.socket:

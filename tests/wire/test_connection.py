@@ -25,6 +25,8 @@ from tests.service_process import PATIENCE_S
 from tests.wire import doors
 from tests.wire.doors import HUGE, MEBIBYTE, running, until
 from tests.wire.test_http2 import (
+    END,
+    GOAWAY,
     HEADERS,
     PING,
     START,
@@ -930,6 +932,71 @@ def test_a_stop_closes_idle_connections_at_once_and_busy_ones_after_their_next_r
             status, headers, _ = await busy.answer()
             assert (status, headers["connection"]) == (200, "close")
             assert await busy.rest() == b""
+
+    run_virtually(main)
+
+
+# Age
+
+
+def test_an_old_connection_ends_with_its_next_answer(run_virtually):
+    async def main(_):
+        random.seed(1)
+        async with running(max_connection_age_s=10) as server:
+            clients = [await server.open() for _ in range(20)]
+            ended = []
+            for wait_s in (8.0, 2.5, 2.0):
+                await asyncio.sleep(wait_s)
+                for client in clients:
+                    client.send(GET)
+                found = [(client, await client.answer()) for client in clients]
+                assert [answer[0] for _, answer in found] == [200] * len(clients)
+                old = [client for client, answer in found if "connection" in answer[1]]
+                for client in old:
+                    assert await client.rest() == b""
+                clients = [client for client in clients if client not in old]
+                ended.append(len(old))
+            young, some, rest = ended
+            assert (young, not clients) == (0, True)
+            assert min(some, rest) > 0, "all ended at the same time"
+
+    run_virtually(main)
+
+
+def test_an_old_connection_waits_for_a_client_that_reads_slowly(run_virtually):
+    async def main(_):
+        async with running(max_connection_age_s=10) as server:
+            client, connection = await connect(server)
+            client.writer.transport.pause_reading()
+            await asyncio.sleep(1)
+            client.send(GET.replace(b"/ ", b"/huge ", 1))
+            await asyncio.sleep(14)
+            assert connection.blocked_since_s, "all is sent"
+            client.writer.transport.resume_reading()
+            assert (await client.answer())[2] == HUGE
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_an_old_connection_of_http_2_answers_what_has_begun(run_virtually, is_stopped):
+    async def main(_):
+        async with running(max_connection_age_s=10) as server:
+            server.route.hold = True
+            client, connection = await connect(server)
+            await opened_http2(client, connection)
+            client.send(h2_post(1, path=b"/fast") + data(1, b"abc", END))
+            await asyncio.sleep(12.5)
+            if is_stopped:
+                server.stop()
+                await asyncio.sleep(0.5)
+            assert server.route.held, "a request was given up"
+            server.route.release()
+            found = list(frames(await client.rest()))
+            kinds = [kind for kind, *_ in found]
+            assert kinds.count(GOAWAY) == 2
+            assert kinds.index(GOAWAY) < kinds.index(HEADERS)
+            assert b"abc" in b"".join(payload for *_, payload in found)
 
     run_virtually(main)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import pytest
@@ -66,6 +67,33 @@ def test_every_address_of_a_name_is_listened_on_at_one_port(monkeypatch):
         listen("localhost", other.getsockname()[1])
 
 
+@pytest.mark.parametrize(
+    ("host", "resolved", "found"),
+    [
+        ("localhost", (IPV4,), {"127.0.0.1", "::1"}),
+        ("127.0.0.1,::1", None, {"127.0.0.1", "::1"}),
+        ("127.0.0.1,127.0.0.2", None, {"127.0.0.1", "127.0.0.2"}),
+        ("127.0.0.2,localhost,127.0.0.1", None, {"127.0.0.2", "127.0.0.1", "::1"}),
+    ],
+)
+def test_several_addresses_are_listened_on_at_one_port(monkeypatch, host, resolved, found):
+    if "::1" in found and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    if resolved:
+        monkeypatch.setattr(socket, "getaddrinfo", resolving_to(*resolved))
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(one) for one in listen(host, 0)]
+        allow_connections(listeners)
+        names = [one.getsockname() for one in listeners]
+        assert ({name[0] for name in names}, len(names)) == (found, len(found))
+        assert len({name[1] for name in names}) == 1
+
+
+def test_one_of_several_hosts_that_is_not_here_is_named():
+    with pytest.raises(CannotListen, match=r"cannot listen on 192\.0\.2\.1:\d+: "):
+        listen("127.0.0.1,192.0.2.1", 0)
+
+
 def test_one_address_is_enough_when_a_name_has_another_that_is_not_here(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", resolving_to(IPV4, ELSEWHERE))
     with bound("name") as listener:
@@ -80,6 +108,9 @@ def test_the_port_of_another_service_is_not_shared_when_nobody_listens_there_yet
         port = listener.getsockname()[1]
         refusal = f"cannot listen on 127.0.0.1:{port}: Address already in use"
         with pytest.raises(CannotListen, match=refusal), reserve("127.0.0.1", port):
+            raise AssertionError
+        several = "127.0.0.2,127.0.0.1"
+        with pytest.raises(CannotListen, match=refusal), reserve(several, port):
             raise AssertionError
     with reserve("127.0.0.1", port) as (again,):
         assert again.getsockname()[1] == port

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import grpc
@@ -86,12 +87,19 @@ async def test_watchers_hear_of_each_change_also_when_others_leave(stub, running
     await until(lambda: len(asyncio.all_tasks()) <= idle)  # a watch ends with its client
 
 
-async def test_streams_do_not_prolong_a_stop_and_end_as_unavailable(running, caplog):
+@pytest.mark.parametrize("is_old", [False, True])
+async def test_streams_do_not_prolong_a_stop_and_end_as_unavailable(running, caplog, is_old):
+    running.door.max_connection_age_s = 0.1 if is_old else math.inf
     async with running.connect() as stub:
         watch, reflection = health_stub(stub.channel).Watch(Check()), reflect(stub)
         assert await next_status(watch) == "SERVING"
         await reflection.write(Question(list_services=""))
         await reflection.read()
+        if is_old:  # which no stream notices
+            (connection,) = running.door.connections
+            await until(lambda: connection.exchanges.http2.ending)
+            await reflection.write(Question(list_services=""))
+            await reflection.read()
         await asyncio.wait_for(running.stop(3600.0), PATIENCE_S)
         for stream in (watch, reflection):
             assert await stream.code() is grpc.StatusCode.UNAVAILABLE
