@@ -1,8 +1,8 @@
 """The state after the last good epoch, kept on the device and in a file that a run resumes from.
 
-The state is parameters, running statistics, velocities and the loss scale; random numbers are
-functions of the step. The copy on the device is updated after each epoch, the file less often and
-when a run ends.
+The state is parameters, running statistics, velocities and the loss scale, and with --patience the
+tensors of the best epoch; random numbers are functions of the step. The copy on the device is
+updated after each epoch, the file less often and when a run ends.
 """
 
 from __future__ import annotations
@@ -36,14 +36,25 @@ class Epoch:
     validation_accuracy: float
 
 
-class Snapshot:
-    """A second copy, on the device, of what training changes, as it was after `epochs`."""
+def best_epoch(epochs: Sequence[Epoch]) -> int:
+    """The number, from 1, of the first epoch with the highest validation accuracy; 0 of none."""
+    accuracies = [epoch.validation_accuracy for epoch in epochs]
+    return accuracies.index(max(accuracies)) + 1 if accuracies else 0
 
-    def __init__(self, network: Network, optimizer: Sgd) -> None:
+
+class Snapshot:
+    """A second copy, on the device, of what training changes, as it was after `epochs`.
+
+    With `keeps_best`, also a copy, on the host, of the network's tensors after the best epoch.
+    """
+
+    def __init__(self, network: Network, optimizer: Sgd, keeps_best: bool = False) -> None:
         self.epochs: tuple[Epoch, ...] = ()
         self.loss_scale: LossScale = (1.0, 0)
         """The loss scale for the step after an epoch."""
         self._model, self._ops = network.model, network.ops
+        self._network = network
+        self._best: dict[str, Tensor] = network.tensors if keeps_best else {}
         self._live = {"": network.arrays, "velocity.": optimizer.velocities}
         self._kept = {
             prefix: self._ops.upload(
@@ -57,6 +68,8 @@ class Snapshot:
         self.epochs = ()  # an interrupted copy must not be resumed from
         for prefix, live in self._live.items():
             self._ops.copy(live, self._kept[prefix])
+        if self._best and best_epoch(epochs) == len(epochs):
+            self._best = self._network.tensors
         self.epochs, self.loss_scale = tuple(epochs), loss_scale
 
     def restore(self) -> None:
@@ -64,13 +77,19 @@ class Snapshot:
         for prefix, live in self._live.items():
             self._ops.copy(self._kept[prefix], live)
 
+    def restore_best(self) -> None:
+        """Copy the best epoch's tensors, if they are kept, into the network."""
+        if self._best:
+            best = self._ops.upload(self._model, self._best, operands=False)
+            self._ops.copy(best, self._network.arrays)
+
     def read(self) -> dict[str, Tensor]:
-        """Host copies; the velocity of conv1.weight is velocity.conv1.weight."""
+        """Host copies; of conv1.weight the velocity is velocity.conv1.weight, the best best.*."""
         return {
             f"{prefix}{name}": value
             for prefix, kept in self._kept.items()
             for name, value in self._ops.download(self._model, kept).items()
-        }
+        } | {f"best.{name}": value for name, value in self._best.items()}
 
     def write(
         self, tensors: Mapping[str, Tensor], epochs: Sequence[Epoch], loss_scale: LossScale
@@ -79,6 +98,7 @@ class Snapshot:
         for prefix, kept in self._kept.items():
             values = {name: tensors[f"{prefix}{name}"] for name in kept}
             self._kept[prefix] = self._ops.upload(self._model, values, operands=False)
+        self._best = {name: tensors[f"best.{name}"] for name in self._best}
         self.restore()
         self.epochs, self.loss_scale = tuple(epochs), loss_scale
 

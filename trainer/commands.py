@@ -18,7 +18,7 @@ from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, InvalidS
 from lenet.model import Model
 from lenet.weightfile import Training, WeightFile
 from trainer.calibration import cooled, limit_reached, temperature
-from trainer.checkpoint import Checkpoint, Epoch
+from trainer.checkpoint import Checkpoint, Epoch, best_epoch
 from trainer.datasets import class_names, load, summary
 from trainer.devices import check, check_classes, choose, on_devices, unavailable
 from trainer.download import obtain
@@ -154,11 +154,13 @@ def fit(settings: Fit) -> None:
             if rate == rates[-1]:
                 raise
             print(f"{exc}\nno --rate is set: it begins again with {rate / 2:g}", file=sys.stderr)
+    written = len(epochs) if settings.patience is None else best_epoch(epochs)
+    best = "" if settings.patience is None else f" after epoch {written}, the best of {len(epochs)}"
     provenance = Training(
         dataset_sha256=dataset.sha256,
         seed=settings.seed,
         command=settings.command(),
-        epochs=len(epochs),
+        epochs=written,
         accuracy=None,
         labels=names,
     )
@@ -196,7 +198,7 @@ def fit(settings: Fit) -> None:
     )
     print(
         f"{_written(exported)}: {parameters} parameters, "
-        f"validation accuracy {epochs[-1].validation_accuracy:.2%}, "
+        f"validation accuracy {epochs[written - 1].validation_accuracy:.2%}{best}, "
         f"{_accuracy(exported, dataset.test)}, trained in {seconds:.2f} s{resumed}, "
         f"sha256 {exported.weights.digest()}\n{_serve(settings.out)}"
     )
@@ -229,6 +231,7 @@ def _trained(
             validation,
             checkpoint,
             target=settings.target,
+            patience=settings.patience,
             capture=not settings.profile,
             leader=rank == 0,
             phases=phases if rank == 0 else None,

@@ -15,7 +15,7 @@ from lenet.errors import BackendUnavailable
 from trainer.errors import DeviceUnavailable
 from trainer.ops import TrainingOps
 from trainer.ops_cpu import CpuOps
-from trainer.settings import Device, Precision, Recipe
+from trainer.settings import Precision, Recipe
 
 if TYPE_CHECKING:
     from trainer.ops_cuda.ranks import Ranks
@@ -32,19 +32,25 @@ Work = Callable[[TrainingOps, int], Result]
 """Runs on a device: takes the operations and the rank, from 0."""
 
 
-def unavailable(device: Device) -> str | None:
+def number_of(device: str) -> int:
+    """The number of the GPU that `device` names: 0 for cuda and auto, N for cuda:N."""
+    return int(device.partition(":")[2] or 0)
+
+
+def unavailable(device: str) -> str | None:
     """Why no GPU is used for `device`; None if one is.
 
     Raises:
-        DeviceUnavailable: `device` is cuda and no GPU can be used; the message says what to do.
+        DeviceUnavailable: `device` is cuda or cuda:N and that GPU cannot be used; the message says
+            what to do.
     """
     if device == "cpu":
         return "--device is cpu"
     try:
-        check_gpu(0)
+        check_gpu(number_of(device))
     except BackendUnavailable as exc:
-        if device == "cuda":
-            raise DeviceUnavailable(f"--device is cuda: {exc}") from exc
+        if device != "auto":
+            raise DeviceUnavailable(f"--device is {device}: {exc}") from exc
         return "no usable GPU was found (--device cuda says why)"
     return None
 
@@ -59,7 +65,7 @@ def check_gpu(device: int) -> None:
     cuda.load_cudnn()
 
 
-def choose(device: Device, report: Callable[[str], None]) -> Device:
+def choose(device: str, report: Callable[[str], None]) -> str:
     """Resolve auto: the GPU if one can be used, else the CPU, which is reported in one line.
 
     Raises:
@@ -67,7 +73,7 @@ def choose(device: Device, report: Callable[[str], None]) -> Device:
     """
     reason = unavailable(device)
     if reason is None:
-        return "cuda"
+        return "cuda" if device == "auto" else device
     if device == "auto":
         report(f"training on the CPU: {reason}")
     return "cpu"
@@ -97,13 +103,13 @@ def check(recipe: Recipe, gpus: int) -> None:
         )
 
 
-def check_classes(device: Device, classes: int, report: Callable[[str], None]) -> None:
+def check_classes(device: str, classes: int, report: Callable[[str], None]) -> None:
     """Check that `device` can train so many classes; report if a GPU cannot serve them.
 
     Raises:
         DeviceUnavailable: the message names the number and what is expected.
     """
-    if device == "cuda" and classes > MAX_CLASSES:
+    if device != "cpu" and classes > MAX_CLASSES:
         raise DeviceUnavailable(
             f"the dataset has {classes} classes, expected at most {MAX_CLASSES} on a GPU; "
             "--device cpu trains them"
@@ -129,7 +135,7 @@ def on_devices(recipe: Recipe, gpus: int, work: Work[Result]) -> Result:
         return work(CpuOps(), 0)
     assert recipe.precision != "auto", "bug: the recipe is not resolved"
     if gpus == 1:
-        return on_gpu(recipe.precision, work)
+        return on_gpu(recipe.precision, work, number_of(recipe.device))
     return _on_gpus(recipe.precision, gpus, work)
 
 
@@ -151,7 +157,7 @@ def side_by_side(recipe: Recipe, count: int, work: Work[Result]) -> list[Result]
         if recipe.device == "cpu":
             return work(CpuOps(stopping=stopping), number)
         assert recipe.precision != "auto", "bug: the recipe is not resolved"
-        return on_gpu(recipe.precision, work, number, cache, stopping)
+        return on_gpu(recipe.precision, work, number_of(recipe.device), number, cache, stopping)
 
     return _in_threads(count, one, lambda _interrupted, _futures: stopping.set())
 
@@ -159,11 +165,12 @@ def side_by_side(recipe: Recipe, count: int, work: Work[Result]) -> list[Result]
 def on_gpu(
     precision: Precision,
     work: Work[Result],
+    device: int = 0,
     number: int = 0,
     cache: EngineCache | None = None,
     stopping: Event | None = None,
 ) -> Result:
-    """Run `work` of `number` on GPU 0, in this thread; see `CudaOps` for `stopping`.
+    """Run `work` of `number` on GPU `device`, in this thread; see `CudaOps` for `stopping`.
 
     Raises:
         DeviceError: the GPU failed, or has too little memory.
@@ -171,7 +178,10 @@ def on_gpu(
     from trainer.ops_cuda.ops import CudaOps
 
     cache = cache or EngineCache(default_cache())
-    with translated("training on GPU 0"), CudaOps(precision, 0, cache, stopping=stopping) as ops:
+    with (
+        translated(f"training on GPU {device}"),
+        CudaOps(precision, device, cache, stopping=stopping) as ops,
+    ):
         return work(ops, number)
 
 

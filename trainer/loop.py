@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.augment import WarpLimits
-from trainer.checkpoint import Checkpoint, Epoch, Snapshot
+from trainer.checkpoint import Checkpoint, Epoch, Snapshot, best_epoch
 from trainer.errors import InvalidDataset, TrainingDiverged
 from trainer.mnist import Digits
 from trainer.network import Network, take_step
@@ -58,7 +58,13 @@ def run_of(recipe: Recipe, digits: Digits) -> Run:
     steps = recipe.epochs * (len(digits) // recipe.batch)
     limits = WarpLimits(recipe.rotation, recipe.scale, recipe.shear, recipe.shift, recipe.elastic)
     learning = rates(recipe.schedule, steps, recipe.rate)
-    return Run(digits, recipe.batch, limits, recipe.seed, learning, recipe.smoothing)
+    weights = None
+    if recipe.class_weights == "balanced":
+        counts = np.bincount(digits.labels)
+        weights = (len(digits) / (np.count_nonzero(counts) * np.maximum(counts, 1))).astype(
+            np.float32
+        )
+    return Run(digits, recipe.batch, limits, recipe.seed, learning, recipe.smoothing, weights)
 
 
 def train(
@@ -69,6 +75,7 @@ def train(
     checkpoint: Checkpoint,
     *,
     target: float | None = None,
+    patience: int | None = None,
     capture: bool = True,
     leader: bool = True,
     clock: Callable[[], float] = time.monotonic,
@@ -77,7 +84,9 @@ def train(
 ) -> tuple[list[Epoch], float]:
     """Train `network` in place, from its checkpoint if there is one; print a line per epoch.
 
-    `target`: the validation accuracy, in percent, after which training stops. `capture`: whether
+    `target`: the validation accuracy, in percent, after which training stops. `patience`: the
+    epochs without a better one after which it stops; the network ends as it was after the best
+    epoch. `capture`: whether
     the step may be captured and replayed, which hides its layers from a profiler. `leader`: of
     several ranks only one prints and writes checkpoints. `phases` takes the times. `record` is
     called with the metrics of each epoch, those before the checkpoint first.
@@ -106,7 +115,7 @@ def train(
             recipe.weight_decay,
             recipe.nesterov,
         )
-        snapshot = Snapshot(network, optimizer)
+        snapshot = Snapshot(network, optimizer, keeps_best=patience is not None)
         checkpoint.resume(snapshot)
         epochs = list(snapshot.epochs)
         loss_scale = snapshot.loss_scale if epochs else None
@@ -137,7 +146,9 @@ def train(
         seconds, start = 0.0, clock()
         saved = start
         try:
-            while len(epochs) < recipe.epochs and not _reached(target, epochs):
+            while len(epochs) < recipe.epochs and not (
+                _reached(target, epochs) or _stalled(patience, epochs)
+            ):
                 first = len(epochs) * run.steps_per_epoch
                 with phases("steps"):
                     losses, correct = _epoch(ops, step, state, run, first, bar)
@@ -176,6 +187,7 @@ def train(
             # After the last epoch, too: a failed export must not cost the training.
             if leader and len(snapshot.epochs) > written:
                 checkpoint.save(snapshot)
+    snapshot.restore_best()
     return epochs, seconds
 
 
@@ -202,6 +214,10 @@ def _reached(target: float | None, epochs: Sequence[Epoch]) -> bool:
         return False
     # 100 times 0.57 is a little less than 57.
     return 100 * epochs[-1].validation_accuracy >= target - 1e-9
+
+
+def _stalled(patience: int | None, epochs: Sequence[Epoch]) -> bool:
+    return patience is not None and len(epochs) - best_epoch(epochs) >= patience
 
 
 def _epoch(

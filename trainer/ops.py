@@ -90,6 +90,9 @@ class Run:
     smoothing: float = 0.0
     """The share of each target that is spread over all classes: label smoothing."""
 
+    class_weights: NDArray[np.float32] | None = None
+    """The weight of an image's loss by its label, (classes,); None: 1."""
+
     @property
     def steps(self) -> int:
         """The steps of the whole run."""
@@ -227,16 +230,16 @@ class TrainingOps(Protocol):
     def softmax_cross_entropy(self, logits: Array, labels: Array, state: RunState) -> Saved:
         """Store in `state` the step's loss and `correct`.
 
-        The loss is the mean of -sum t log softmax(logits), with the target t of 1 - s + s / k for
-        the label and s / k for each other of k classes; s is the run's `smoothing` (Szegedy et al.
-        2016, "Rethinking the Inception Architecture", section 7). `correct` counts the rows whose
-        first maximum is their label. The loss is finite for finite logits whose differences are
-        finite.
+        The loss is the mean of -w sum t log softmax(logits), with the label's weight w of the
+        run's `class_weights`, and the target t of 1 - s + s / k for the label and s / k for each
+        other of k classes; s is the run's `smoothing` (Szegedy et al. 2016, "Rethinking the
+        Inception Architecture", section 7). `correct` counts the rows whose first maximum is their
+        label. The loss is finite for finite logits whose differences are finite.
         """
         ...
 
     def softmax_cross_entropy_backward(self, saved: Saved) -> Array:
-        """The gradient of the logits: (softmax - target) / n."""
+        """The gradient of the logits: the class weight times (softmax - target) / n."""
         ...
 
     def all_reduce(self, gradients: Mapping[str, Array]) -> None:

@@ -152,11 +152,13 @@ def _section(title: str, content: str, note: str = "") -> str:
 
 def _facts(run: FinishedRun, weights: WeightFile) -> str:
     summary, settings = run.summary, run.settings
+    written = weights.training.epochs or len(run.epochs)  # with --patience the best, not the last
     facts = {
         "test accuracy": f"{summary['accuracy']:.2%}",
         "test loss": f"{summary['loss']:.4f} nats",
-        "validation accuracy": f"{run.epochs[-1]['validation_accuracy']:.2%}",
+        "validation accuracy": f"{run.epochs[written - 1]['validation_accuracy']:.2%}",
         "epochs": str(len(run.epochs)),
+        "weights of epoch": str(written),
         "parameters": f"{summary['parameters']:,}",
         "device": settings["device"],
         "weight file": summary["weights"],

@@ -31,7 +31,7 @@ from trainer.loop import train
 from trainer.mnist import Dataset, Digits
 from trainer.network import Network, initial_tensors
 from trainer.ops import TrainingOps
-from trainer.settings import MNIST_FOLDER, Device, Recipe, Search
+from trainer.settings import MNIST_FOLDER, Recipe, Search
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -56,7 +56,7 @@ _CHOICES: dict[str, tuple[str | int, ...]] = {
 }
 _SHOWN = 10
 
-SIDE_BY_SIDE: dict[Device, int] = {"cpu": 1, "cuda": 3}
+SIDE_BY_SIDE = {"cpu": 1, "cuda": 3}
 """Seeds that are trained at the same time."""
 
 
@@ -185,7 +185,7 @@ def _trial_mistakes(
             chosen[name] = trial.suggest_float(name, low, high, log=name in _LOGARITHMIC)
     recipe = settings.model_copy(update=chosen)
     seeds = range(settings.seed, settings.seed + settings.seeds)
-    group = SIDE_BY_SIDE[recipe.device]
+    group = SIDE_BY_SIDE[recipe.device.partition(":")[0]]
     found: list[int] = []
     while len(found) < len(seeds):
         try:

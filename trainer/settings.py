@@ -8,6 +8,7 @@ commands. A variable LENET_TRAINER_EPOCHS does what --epochs does; the command l
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,6 +118,10 @@ class Recipe(_Command):
     transposed: bool = False
     """The images are stored column by column, as EMNIST's."""
 
+    class_weights: Literal["none", "balanced"] = "none"
+    """The weight of an image in the loss: 1, or, balanced, in inverse proportion to the images of
+    its class, with a mean of 1."""
+
     freeze: Annotated[tuple[str, ...], NoDecode] = ()
     """The first layers, separated by commas, as conv1,conv2: they are not trained."""
 
@@ -125,9 +130,9 @@ class Recipe(_Command):
     same share of each class; 0 means a tenth, at most 5000. Data with validation images of its own
     is not divided."""
 
-    device: Device = "auto"
-    """Device to train on: auto takes a GPU if there is one. The last bits of the result depend on
-    it."""
+    device: str = "auto"
+    """Device to train on: cpu, cuda, cuda:N for GPU number N, or auto, which takes a GPU if there
+    is one. The last bits of the result depend on it."""
 
     precision: Literal["auto", "fp32", "tf32", "mixed"] = "auto"
     """Arithmetic of a GPU: float32, products rounded to TF32, or float16 values with float32
@@ -138,6 +143,13 @@ class Recipe(_Command):
     def _split(cls, names: object) -> object:
         return tuple(filter(None, names.split(","))) if isinstance(names, str) else names
 
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+            raise ValueError("expected auto, cpu, cuda, or cuda:N for GPU number N")
+        return device
+
     @field_validator("batch")
     @classmethod
     def _check_batch(cls, batch: int) -> int:
@@ -145,18 +157,19 @@ class Recipe(_Command):
             raise ValueError("expected 0 or at least 2: batch norm needs a variance")
         return batch
 
-    def resolved(self, device: Device) -> Self:
+    def resolved(self, device: str) -> Self:
         """The recipe on `device`, with the defaults that depend on it filled in."""
         values: dict[str, object] = {"device": device}
         for field, by_device in _BY_DEVICE.items():
             if getattr(self, field) in (0, "auto"):
-                values[field] = by_device[device]
+                values[field] = by_device[device.partition(":")[0]]
         return self.model_copy(update=values)
 
     def command(self) -> str:
         """The canonical command line: every field of the recipe in order, no paths.
 
-        Left out are --transposed and --freeze where they are not set.
+        Left out are --transposed, --class-weights and --freeze where they are not set, and the
+        number of a GPU.
         """
         words = ["python", "-m", "trainer", "fit"]
         for name in Recipe.model_fields:
@@ -167,6 +180,10 @@ class Recipe(_Command):
                 words += [flag, ",".join(value)] if value else []
             elif name == "transposed":
                 words += [flag] if value else []
+            elif name == "class_weights":
+                words += [flag, value] if value != "none" else []
+            elif name == "device":
+                words += [flag, value.partition(":")[0]]
             else:
                 words += [flag, str(value).lower()]
         return shlex.join(words)
@@ -201,6 +218,10 @@ class Fit(Recipe):
     target: float | None = Field(None, gt=0, le=100)
     """Stop after the first epoch with this validation accuracy, in percent."""
 
+    patience: int | None = Field(None, ge=1)
+    """Stop after so many epochs without a better validation accuracy, and write the best epoch.
+    Use --schedule step: one-cycle is best at its end."""
+
     gpus: int = Field(1, ge=1, le=64)
     """The number of GPUs, which share each batch."""
 
@@ -211,8 +232,11 @@ class Fit(Recipe):
     @classmethod
     def _one_gpu_has_a_target(cls, gpus: int, others: ValidationInfo) -> int:
         # Ranks may evaluate differently; one that stops would keep the others waiting for ever.
-        if gpus > 1 and others.data.get("target") is not None:
-            raise ValueError(f"expected 1 with --target {others.data['target']}")
+        for name in ("target", "patience"):
+            if gpus > 1 and others.data.get(name) is not None:
+                raise ValueError(f"expected 1 with --{name} {others.data[name]}")
+        if gpus > 1 and ":" in (device := others.data.get("device", "")):
+            raise ValueError(f"expected 1 with --device {device}")
         return gpus
 
     @field_validator("profile")
@@ -225,7 +249,7 @@ class Fit(Recipe):
             )
         return profile
 
-    def resolved(self, device: Device) -> Self:
+    def resolved(self, device: str) -> Self:
         """The run on `device`, with the defaults that depend on it and on --from filled in."""
         resolved = super().resolved(device)
         if self.from_ is None or "rate" in self.model_fields_set:
@@ -233,13 +257,15 @@ class Fit(Recipe):
         return resolved.model_copy(update={"rate": _RATE_FROM_A_FILE})
 
     def command(self) -> str:
-        """The recipe's, with --data, --labels, --from, --target and --gpus where they are set.
+        """The recipe's, and --data, --labels, --from, --target, --patience and --gpus where set.
 
         Of files and folders it has the names alone.
         """
         words = _named({"--data": self.data, "--labels": self.labels, "--from": self.from_})
         if self.target is not None:
             words += ["--target", str(self.target)]
+        if self.patience is not None:
+            words += ["--patience", str(self.patience)]
         if self.gpus > 1:
             words += ["--gpus", str(self.gpus)]
         return shlex.join([*shlex.split(super().command()), *words])

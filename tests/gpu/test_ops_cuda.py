@@ -275,10 +275,12 @@ def test_the_gpu_draws_and_warps_the_batches_of_numpy(bench, elastic):
 
 @pytest.mark.parametrize("rows", [1, 33, 256, 3000])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_its_gradient_and_the_hits_agree(bench, rows, smoothing):
+@pytest.mark.parametrize("weights", [None, np.linspace(0.5, 2, 10, dtype=np.float32)])
+def test_the_loss_its_gradient_and_the_hits_agree(bench, rows, smoothing, weights):
     random = np.random.default_rng(rows)
     bench.gpu.upload(named("mlp"), {})  # ten classes
-    run = replace(a_run(random, size=rows, batch=rows), smoothing=smoothing)
+    run = a_run(random, size=rows, batch=rows)
+    run = replace(run, smoothing=smoothing, class_weights=weights)
     ours, theirs = bench.gpu.start(run), bench.cpu.start(run)
     logits = bench.rounded(random.standard_normal((rows, 10)) * 8)
     labels = run.digits.labels

@@ -88,6 +88,18 @@ def test_fit_trains_on_the_gpu_that_is_there_and_verifies_its_result_on_the_cpu(
 
 
 @pytest.mark.process
+def test_a_gpu_is_chosen_by_its_number_on_which_the_result_does_not_depend(
+    arguments, tmp_path, fake_gpus
+):
+    gpus = fake_gpus(2)
+    for device in ("cuda:1", "cuda"):
+        assert main([*arguments, "--epochs", "1", "--device", device]) == 0
+    assert [ops.device for ops in gpus.opened] == [1, 0]
+    (path,) = (tmp_path / "out").rglob("*.safetensors")
+    assert " --device cuda " in WeightFile.read(path).training.command
+
+
+@pytest.mark.process
 def test_the_same_seed_gives_the_same_bytes_whatever_the_number_of_blas_threads(
     arguments, tmp_path
 ):
@@ -209,6 +221,13 @@ def test_export_writes_an_onnx_model(tmp_path, capsys):
             "--batch is '1', expected 0 or at least 2: batch norm needs a variance",
         ),
         (["--target", "99", "--gpus", "2"], 2, "--gpus is '2', expected 1 with --target 99"),
+        (["--patience", "5", "--gpus", "2"], 2, "--gpus is '2', expected 1 with --patience 5"),
+        (
+            ["--device", "cuda:1", "--gpus", "2"],
+            2,
+            "--gpus is '2', expected 1 with --device cuda:1",
+        ),
+        (["--device", "cuda:"], 2, "--device is 'cuda:', expected auto, cpu, cuda, or cuda:N"),
         (["fit", "--lr", "101"], 2, "--rate is '101', expected a number > 0 and <= 100"),
         (
             ["retrain"],

@@ -23,6 +23,8 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_and_says_so_in_one_short_line(no_
     said = []
     assert choose("auto", said.append) == "cpu"
     assert said == ["training on the CPU: no usable GPU was found (--device cuda says why)"]
+    with pytest.raises(DeviceUnavailable, match="--device is cuda:2: there is no NVIDIA GPU here"):
+        choose("cuda:2", said.append)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """A run that is killed at any moment and started again ends with the same bytes."""
 
+import itertools
 import os
+import pkgutil
 import random
 import signal
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.service_process import PATIENCE_S
+from trainer.__main__ import main
 from trainer.mnist import Dataset
 
 # Trains in processes that are killed.
@@ -26,6 +29,58 @@ from trainer.__main__ import main
 loop.CHECKPOINT_S = 0.0
 sys.exit(main())
 """
+
+
+# What a process does when SIGTERM arrives, and at which of its calls.
+MOMENTS = {
+    "prepares the training": ("trainer.ops_cpu.CpuOps.start", 1),
+    "takes a step": ("trainer.ops_cpu.CpuOps.sgd_step", 25),
+    "validates an epoch": ("trainer.loop.accuracy", 4),
+    "writes a checkpoint": ("lenet.files.os.fsync", 3),
+    "verifies the result": ("trainer.commands.export_weights", 1),
+}
+
+
+def test_a_run_terminated_at_any_of_five_moments_ends_with_the_same_bytes(
+    digits, write_idx, tmp_path, monkeypatch, capsys
+):
+    data = write_idx(Dataset(digits(300, 0), digits(60, 1), ""))
+    monkeypatch.setattr("trainer.loop.CHECKPOINT_S", 0.0)
+    for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
+        monkeypatch.setenv(variable, "1")  # `main` sets them
+
+    def fit(name):
+        line = ["--device", "cpu", "--model", "mlp", "--epochs", "8", "--batch", "20"]
+        line += ["--rate", "0.1", "--schedule", "step", "--patience", "3", "--dropout", "0.3"]
+        line += ["--validation-images", "100", "--data", str(data)]
+        for part in ("out", "checkpoints", "runs"):
+            line += [f"--{part}", str(tmp_path / name / part)]
+        code = main(["fit", *line])
+        paths = (tmp_path / name / "out").rglob("*.safetensors")
+        return code, [path.read_bytes() for path in paths]
+
+    code, whole = fit("whole")
+    assert (code, len(whole)) == (0, 1)
+    assert "the best of " in capsys.readouterr().out
+    for number, (moment, (name, call)) in enumerate(MOMENTS.items()):
+        calls = itertools.count(1)
+        owner, _, attribute = name.rpartition(".")
+        function = getattr(pkgutil.resolve_name(owner), attribute)
+
+        def terminated(*arguments, function=function, calls=calls, call=call, **named):
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return function(*arguments, **named)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(name, terminated)
+            assert fit(str(number)) == (130, []), moment
+        said = capsys.readouterr().err.splitlines()[-1]
+        nothing_kept = moment == "prepares the training"
+        assert said.startswith("interrupted")
+        assert ("nothing was kept" in said) == nothing_kept
+        assert fit(str(number)) == (0, whole), moment
+        assert ("resumed after epoch" in capsys.readouterr().out) != nothing_kept
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])

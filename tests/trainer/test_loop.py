@@ -1,4 +1,5 @@
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from trainer.checkpoint import Checkpoint
 from trainer.errors import TrainingDiverged
 from trainer.loop import find_fault, train
 from trainer.loop import run_of as run_of_recipe
+from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors, no_hook
 from trainer.ops_cpu import CpuOps
 from trainer.optimizer import Sgd, rates
@@ -109,6 +111,23 @@ def test_a_finished_run_is_not_trained_again(tiny, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class Remembering(Network):
+    """Keeps its tensors after each epoch, of `STEPS` steps."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.after, self.steps = [], 0
+        end_step = self.ops.end_step
+
+        def ended(state):
+            end_step(state)
+            self.steps += 1
+            if self.steps % STEPS == 0:
+                self.after.append(SimpleNamespace(tensors=self.tensors))
+
+        self.ops.end_step = ended
+
+
 @pytest.mark.parametrize(("epochs", "expected"), [(6, [3, 6]), (7, [3, 6, 7])])
 def test_a_checkpoint_is_written_when_ten_seconds_have_passed_and_at_the_end(
     tiny, tmp_path, monkeypatch, epochs, expected
@@ -136,6 +155,38 @@ def test_training_stops_after_the_first_epoch_that_reaches_the_target(
     # The target was reached: nothing is trained when the same command is given again.
     _, again, _ = run(tiny, tmp_path, recipe, target=target)
     assert again == epochs
+
+
+@pytest.mark.parametrize(
+    ("patience", "count", "best"), [(1, 3, 2), (2, 4, 2), (3, 8, 8), (9, 8, 8)]
+)
+def test_training_stops_without_a_better_epoch_and_ends_as_it_was_after_the_best(
+    tiny, tmp_path, monkeypatch, patience, count, best
+):
+    def scripted():
+        found = iter([0.0, 0.5, 0.6, 0.6, 0.59, 0.7, 0.69, 0.7, 0.71])
+        monkeypatch.setattr(loop, "accuracy", lambda *_: next(found))
+
+    recipe = RECIPE.model_copy(update={"epochs": 8, "model": "mlp", "schedule": "step"})
+    network = new_network(recipe, kind=Remembering)
+    scripted()
+    trained, epochs, _ = run(tiny, tmp_path, recipe, network, patience=patience)
+    assert len(epochs) == count
+    assert_same(trained, network.after[best - 1])
+    # The end is kept: nothing is trained when the same command is given again.
+    scripted()
+    again, same, _ = run(tiny, tmp_path, recipe, patience=patience)
+    assert same == epochs
+    assert_same(again, trained)
+
+
+def test_an_image_of_a_rare_class_weighs_more_where_weights_are_balanced(digits):
+    images = digits(300, 0)
+    rare = Digits(images.images, np.repeat(np.array([0, 1, 2], np.uint8), [30, 90, 180]))
+    found = run_of_recipe(RECIPE.model_copy(update={"class_weights": "balanced"}), rare)
+    assert found.class_weights.tolist() == pytest.approx([300 / 90, 300 / 270, 300 / 540])
+    assert found.class_weights[rare.labels].mean() == pytest.approx(1)
+    assert run_of_recipe(RECIPE, rare).class_weights is None
 
 
 class Spoiling(CpuOps):

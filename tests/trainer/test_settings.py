@@ -15,6 +15,7 @@ def test_the_canonical_command_gives_the_recipe_that_it_came_from():
         weight_decay=1e-7,
         schedule="step",
         transposed=True,
+        class_weights="balanced",
         freeze=("conv1", "conv2"),
     )
     python, dash_m, package, command, *arguments = shlex.split(recipe.command())
@@ -49,6 +50,7 @@ def test_the_command_of_a_fit_has_what_the_result_depends_on_beside_the_recipe()
     assert Fit(profile=True, data="data/mnist").command() == Recipe().command()
     for fit, words in (
         (Fit(target=99.3), "--target 99.3"),
+        (Fit(patience=3), "--patience 3"),
         (Fit(gpus=4), "--gpus 4"),
         (Fit(data="my fashion", labels="names.txt"), "--data 'my fashion' --labels names.txt"),
         (Fit(from_="2.safetensors"), "--from 2.safetensors"),
@@ -71,6 +73,8 @@ def test_the_command_of_a_fit_has_what_the_result_depends_on_beside_the_recipe()
         "--target=101",
         "--gpus=0",
         "--validation-images=-1",
+        "--patience=0",
+        "--class-weights=equal",
     ],
 )
 def test_a_value_out_of_range_is_refused(flag):

@@ -132,6 +132,26 @@ def test_a_run_says_what_its_file_does_on_the_same_images(fit, dataset):
 
 @pytest.mark.states(
     "training",
+    "last line and report.html with --patience: validation accuracy of the best epoch",
+    found="the written file on the same images, by the float64 reference",
+)
+@pytest.mark.process
+def test_a_run_with_patience_says_what_the_file_of_its_best_epoch_does(fit, dataset):
+    trained = fit("patient", "--epochs", "8", "--patience", "2", "--schedule", "step")
+    by_epoch = [epoch["validation_accuracy"] for epoch in trained.epochs]
+    best = trained.weights.training.epochs
+    validated = trained.accuracy(dataset.hold_out(100)[1])
+    assert validated == by_epoch[best - 1] == max(by_epoch) > by_epoch[-1]
+    assert len(by_epoch) == best + 2 < 8
+    said = f"{100 * validated:.2f}% after epoch {best}, the best of {len(by_epoch)}, "
+    assert any(f"validation accuracy {said}" in line for line in trained.lines)
+    page = re.sub(r"<td>|<tr>", "", trained.page)
+    assert f"validation accuracy {100 * validated:.2f}% " in page
+    assert f"weights of epoch {best} " in page
+
+
+@pytest.mark.states(
+    "training",
     "lines of epochs and metrics.jsonl: loss, accuracy, validation accuracy",
     found="a run whose weights do not move, from a written file: that file on the training images, "
     "by the float64 reference, with a tenth of each target spread over the classes",

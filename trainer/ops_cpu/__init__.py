@@ -229,7 +229,7 @@ class CpuOps:
 
     def softmax_cross_entropy(
         self, logits: Array, labels: NDArray[np.uint8], state: CpuRunState
-    ) -> tuple[Array, NDArray[np.uint8], float]:
+    ) -> tuple[Array, NDArray[np.uint8], float, Array | None]:
         """Logits (classes, n); shifted by the maximum, so exp cannot overflow."""
         shifted = logits - logits.max(axis=0)
         e = np.exp(shifted)
@@ -239,20 +239,24 @@ class CpuOps:
         if smoothing:
             of_target += smoothing * shifted.mean(axis=0)
         losses = np.log(total) - of_target
+        weights = state.run.class_weights
+        if weights is not None:
+            weights = weights[labels].astype(losses.dtype)
+            losses *= weights
         state.losses[state.step] = losses.mean()
         state.correct[state.step] = np.count_nonzero(logits.argmax(axis=0) == labels)
-        return e / total, labels, smoothing
+        return e / total, labels, smoothing, weights
 
     def softmax_cross_entropy_backward(
-        self, saved: tuple[Array, NDArray[np.uint8], float]
+        self, saved: tuple[Array, NDArray[np.uint8], float, Array | None]
     ) -> Array:
-        """(probabilities - target) / n."""
-        probabilities, labels, smoothing = saved
+        """The class weight times (probabilities - target) / n."""
+        probabilities, labels, smoothing, weights = saved
         n = len(labels)
         kind = probabilities.dtype.type
         dlogits: Array = (probabilities - kind(smoothing / len(probabilities))) / n
         dlogits[labels, np.arange(n)] -= kind(1 - smoothing) / n
-        return dlogits
+        return dlogits if weights is None else dlogits * weights
 
     def all_reduce(self, gradients: Mapping[str, Array]) -> None:
         """Nothing to sum: there is one rank."""

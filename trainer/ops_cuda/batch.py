@@ -97,6 +97,7 @@ class BatchKernels:
             (
                 logits,
                 labels,
+                state.class_weights,
                 dlogits,
                 state.losses,
                 state.correct,

@@ -3,6 +3,7 @@
 // smoothing / CLASSES more for every class.
 //
 // logits, dlogits: SCALAR (rows, PADDED), CLASSES of them real, the rest of dlogits written as 0.
+// weights (float, 256): the weight of a row by its label, in loss and gradient; 1 changes no bit.
 // losses (float), correct (int): one entry a step, for this GPU's rows: the sum of -log p[label]
 // divided by `total_rows`, the rows of all GPUs; and the number of rows whose first maximum is the
 // label. A logit that is NaN or +inf makes the loss NaN; -inf is the probability 0. dlogits is
@@ -18,9 +19,10 @@ static_assert(CLASSES <= PADDED && PADDED % 8 == 0 && PADDED <= 64, "a thread ho
 // and the sums always have the same order. rows PADDED < 2^31.
 extern "C" __global__ void __launch_bounds__(1024)
     softmax_cross_entropy(const SCALAR* __restrict__ logits, const uint8* __restrict__ labels,
-                          SCALAR* __restrict__ dlogits, float* losses, int* correct,
-                          const int* __restrict__ step, const float* __restrict__ scale, int rows,
-                          int total_rows, float smoothing) {
+                          const float* __restrict__ weights, SCALAR* __restrict__ dlogits,
+                          float* losses, int* correct, const int* __restrict__ step,
+                          const float* __restrict__ scale, int rows, int total_rows,
+                          float smoothing) {
     __shared__ float warp_loss[WARP];
     __shared__ int warp_correct[WARP];
     float loss = 0;
@@ -32,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         for (int k = 0; k < PADDED; k += LANES)
             load(logits + row * PADDED + k, *reinterpret_cast<float (*)[LANES]>(p + k));
         const int label = labels[row];
+        const float weight = weights[label];
         int first = 0;
         float largest = p[0], of_label = 0;
 #pragma unroll
@@ -47,14 +50,14 @@ extern "C" __global__ void __launch_bounds__(1024)
         }
         // Not where nothing is smoothed: a logit of -inf is the probability 0.
         const float spread = smoothing > 0 ? smoothing / CLASSES * sum : 0;
-        loss += logf(total) - (1 - smoothing) * (of_label - largest) - spread;
+        loss += weight * (logf(total) - (1 - smoothing) * (of_label - largest) - spread);
         right += first == label;
 #pragma unroll
         for (int k = 0; k < PADDED; ++k)
-            p[k] =
-                k < CLASSES
-                    ? (p[k] / total - (1 - smoothing) * (k == label) - smoothing / CLASSES) * factor
-                    : 0;
+            p[k] = k < CLASSES
+                       ? (p[k] / total - (1 - smoothing) * (k == label) - smoothing / CLASSES) *
+                             (factor * weight)
+                       : 0;
 #pragma unroll
         for (int k = 0; k < PADDED; k += LANES)
             store(dlogits + row * PADDED + k, *reinterpret_cast<float (*)[LANES]>(p + k));

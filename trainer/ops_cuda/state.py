@@ -29,7 +29,8 @@ _INITIAL_SCALE = 2.0**13
 class RunState:
     """A run and its arrays on the device.
 
-    `images` uint8 (size, 28, 28), `labels` uint8 (size,), `rates` and `losses` float32 (steps,),
+    `images` uint8 (size, 28, 28), `labels` uint8 (size,), `class_weights` float32, one for each
+    label that a byte may be, `rates` and `losses` float32 (steps,),
     `correct` int32 (steps,), `step` int32 (1,), `scale` float32 (2,): the loss scale and the steps
     since it changed, `overflow` int32 (1,), `skipped` int32 (1,): the steps that overflowed.
 
@@ -42,6 +43,7 @@ class RunState:
     rows: int
     images: Any
     labels: Any
+    class_weights: Any
     rates: Any
     losses: Any
     correct: Any
@@ -63,6 +65,9 @@ class RunState:
         """The state before `step`, on the current GPU; the loss is scaled only if `scaled`."""
         first = (_INITIAL_SCALE if scaled else 1.0, 0) if loss_scale is None else loss_scale
         rows = run.batch // ranks
+        weights = np.ones(256, np.float32)
+        if run.class_weights is not None:
+            weights[: len(run.class_weights)] = run.class_weights
         steps = len(run.rates)
         return cls(
             run=run,
@@ -71,6 +76,7 @@ class RunState:
             rows=rows,
             images=cupy.asarray(run.digits.images),
             labels=cupy.asarray(run.digits.labels),
+            class_weights=cupy.asarray(weights),
             rates=cupy.asarray(run.rates, cupy.float32),
             losses=cupy.zeros(steps, cupy.float32),
             correct=cupy.zeros(steps, cupy.int32),

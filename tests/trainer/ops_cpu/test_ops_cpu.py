@@ -45,11 +45,13 @@ def test_a_batch_is_the_next_part_of_the_order_augmented_by_its_step():
         OPS.end_step(state)
 
 
+@pytest.mark.parametrize("weights", [None, np.arange(7, dtype=np.float32)])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
-def test_softmax_cross_entropy_agrees_with_differences(assert_slope, smoothing):
+def test_softmax_cross_entropy_agrees_with_differences(assert_slope, smoothing, weights):
     random = np.random.default_rng(8)
     logits, labels = random.standard_normal((7, 5)), np.array([0, 6, 3, 3, 1], np.uint8)
-    state = OPS.start(replace(one_batch(), smoothing=smoothing), 1)
+    run = replace(one_batch(), smoothing=smoothing, class_weights=weights)
+    state = OPS.start(run, 1)
 
     def loss():
         OPS.softmax_cross_entropy(logits, labels, state)
@@ -57,6 +59,8 @@ def test_softmax_cross_entropy_agrees_with_differences(assert_slope, smoothing):
 
     probabilities = reference.softmax(logits.T)
     targets = (1 - smoothing) * np.eye(7)[labels] + smoothing / 7
+    if weights is not None:
+        targets *= weights[labels][:, np.newaxis]
     assert loss() == pytest.approx(-(targets * np.log(probabilities)).sum(axis=1).mean())
     dlogits = OPS.softmax_cross_entropy_backward(OPS.softmax_cross_entropy(logits, labels, state))
     assert_slope(dlogits, loss, logits)
