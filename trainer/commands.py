@@ -108,7 +108,7 @@ def fit(settings: Fit) -> None:
         print(f"{settings.from_}:\n{lines}")
     # The weight file records the resolved settings, not `auto`.
     given = "rate" in settings.model_fields_set
-    settings = settings.resolved(choose(settings.device, print))
+    settings = settings.resolved(choose(settings.device, print), len(dataset.train))
     check(settings, settings.gpus)
     check_classes(settings.device, len(names), print)
     folder = settings.out / model.name
@@ -303,7 +303,7 @@ def search(settings: Search) -> None:
     names = class_names(settings.data, settings.labels)
     model = read_model(settings.model, len(names))
     dataset = obtain(settings.data, print, names, transposed=settings.transposed)
-    settings = settings.resolved(choose(settings.device, print))
+    settings = settings.resolved(choose(settings.device, print), len(dataset.train))
     check(settings, 1)
     check_classes(settings.device, len(names), print)
     held_out = len(dataset.hold_out(settings.validation_images)[1])

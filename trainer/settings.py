@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -73,8 +73,8 @@ class Recipe(_Command):
     """Passes over the training images; 0 means 20 on the CPU, 120 on a GPU."""
 
     batch: int = Field(0, ge=0, le=60_000)
-    """Images in one step, at least 2; 0 means 128 on the CPU, 256 on a GPU. An incomplete last
-    batch of an epoch is dropped."""
+    """Images in one step, at least 2; 0 means 128 on the CPU, 256 on a GPU, or fewer: an eighth of
+    the training images, but at least 8. An incomplete last batch of an epoch is dropped."""
 
     schedule: Schedule = "one-cycle"
     """The learning rate: up and down once, or divided by 10 at 50 % and at 75 % of the run."""
@@ -157,12 +157,14 @@ class Recipe(_Command):
             raise ValueError("expected 0 or at least 2: batch norm needs a variance")
         return batch
 
-    def resolved(self, device: str) -> Self:
-        """The recipe on `device`, with the defaults that depend on it filled in."""
-        values: dict[str, object] = {"device": device}
+    def resolved(self, device: str, images: int = 60_000) -> Self:
+        """The recipe on `device`, with the defaults for so many images filled in."""
+        values: dict[str, Any] = {"device": device}
         for field, by_device in _BY_DEVICE.items():
             if getattr(self, field) in (0, "auto"):
                 values[field] = by_device[device.partition(":")[0]]
+        while not self.batch and values["batch"] > max(8, images / 8):
+            values["batch"] //= 2
         return self.model_copy(update=values)
 
     def command(self) -> str:
@@ -249,9 +251,9 @@ class Fit(Recipe):
             )
         return profile
 
-    def resolved(self, device: str) -> Self:
-        """The run on `device`, with the defaults that depend on it and on --from filled in."""
-        resolved = super().resolved(device)
+    def resolved(self, device: str, images: int = 60_000) -> Self:
+        """The run on `device`, with the defaults for so many images and --from filled in."""
+        resolved = super().resolved(device, images)
         if self.from_ is None or "rate" in self.model_fields_set:
             return resolved
         return resolved.model_copy(update={"rate": _RATE_FROM_A_FILE})

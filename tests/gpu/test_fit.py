@@ -10,7 +10,7 @@ import pytest
 
 from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
-from tests.gpu.accuracies import MOST, accuracies, of_file, spread
+from tests.gpu.accuracies import MOST, accuracies, agrees, of_file
 from trainer import loop
 from trainer.__main__ import main
 from trainer.checkpoint import Checkpoint
@@ -111,17 +111,16 @@ def test_a_run_that_diverges_names_the_step_and_where_it_began(fit, precision, c
 @pytest.mark.states(
     "training",
     "on a GPU: validation accuracy of the last line, in each precision",
-    found="the network and its file on the validation images, also by the float64 reference",
+    found="the written file on the validation images, by the reference on NumPy",
 )
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
 @pytest.mark.parametrize("model", ARCHITECTURES)
-def test_the_accuracy_printed_last_is_that_of_the_network_and_of_its_file(
-    model, precision, mnist_folder, tmp_path
+def test_a_short_run_is_trained_and_the_accuracy_printed_last_is_that_of_its_file(
+    model, precision, mnist_folder
 ):
-    # The default rate is that of 120 epochs: in two, lenet-classic diverges at it.
-    found = accuracies(model, precision, load(mnist_folder), tmp_path, epochs=2, rate=0.05)
-    assert spread(found) <= MOST, found
-    assert found["file"] > 95
+    found = accuracies(model, precision, mnist_folder, epochs=2)
+    assert agrees(found), found
+    assert found["file"] > 97
 
 
 def test_a_target_that_the_network_reaches_ends_the_run(fit, mnist_folder, tmp_path):

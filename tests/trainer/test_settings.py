@@ -32,6 +32,14 @@ def test_a_resolved_recipe_has_what_its_device_needs(device, expected):
     assert (resolved.epochs, resolved.batch, resolved.precision) == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "images", "batch"),
+    [([], 2048, 256), ([], 2047, 128), ([], 300, 32), ([], 40, 8), (["--batch", "100"], 300, 100)],
+)
+def test_a_run_on_few_images_takes_small_batches(words, images, batch):
+    assert parse(Fit, words, "trainer").resolved("cuda", images).batch == batch
+
+
 def test_a_learning_rate_is_asked_for_by_the_name_of_the_flag():
     with pytest.raises(InvalidSettings, match=r"--learning-rate is unknown; did you mean --rate\?"):
         parse(Fit, ["--learning-rate", "0.1"], "trainer")

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from lenet import reference
-from lenet.model import named
+from lenet.model import ARCHITECTURES, named
+from lenet.weightfile import WeightFile
 from trainer.augment import WarpLimits
+from trainer.export import fold
 from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors
 from trainer.ops import Run
 from trainer.ops_cpu import CpuOps
 from trainer.start import taken, with_moments
 
+ROOT = Path(__file__).parents[2]
 ROWS = 200
 
 
@@ -49,6 +54,18 @@ def test_a_network_with_batch_norm_begins_as_the_file_computes_in_training_and_o
     for name, tensor in first.items():
         if frozen and name.startswith("conv1."):
             np.testing.assert_array_equal(tensor, tensors[name])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_run_of_no_steps_writes_a_file_with_the_same_answers(name, digits):
+    file = WeightFile.read(max((ROOT / "weights" / name).glob("*.safetensors")))
+    model, images = named(name), digits(ROWS, 3).images
+    found, _ = taken(file, model)
+    first = initial_tensors(model, np.random.default_rng(1)) | found
+    written = fold(model, with_moments(model, first, found, images, 0))
+    answers, expected = (reference.logits(file.model, w, images) for w in (written, file.tensors))
+    np.testing.assert_allclose(answers, expected, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_array_equal(answers.argmax(axis=1), expected.argmax(axis=1))
 
 
 def test_a_batch_norm_that_is_new_expects_the_moments_of_its_inputs(random_weights):
