@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import zipfile
+
+from PIL import Image
 
 from tests.browser.strokes import STROKES, row
 from trainer.datasets import read
@@ -78,9 +81,13 @@ def test_the_service_and_the_trainer_read_what_was_drawn_in_each_downloaded_pict
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = read(tmp_path / "hand")
     assert found.names == ("2", "4", "5")
-    assert min(found.pixels) >= 140 * 140
     for name, image in zip(found.names, found.parts["train"].images, strict=True):
         picture, headers = archive.read(f"hand/{name}/0001.png"), {"Content-Type": "image/png"}
+        drawing = Image.open(io.BytesIO(picture))
+        assert min(drawing.size) >= 140
+        left, top, right, bottom = drawing.convert("L").getbbox()
+        margins = left, top, drawing.width - right, drawing.height - bottom
+        assert min(margins) >= drawing.width // 10
         asked = page.request.post(f"{page.origin}/explain", data=picture, headers=headers).json()
         assert base64.b64decode(asked["images"][0]) == image.tobytes()
         assert str(asked["prediction"]["label"]) == name

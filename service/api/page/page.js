@@ -261,7 +261,7 @@ function showAnswer(answer) {
   showSeen();
   const { probabilities } = predictions[chosen];
   showBars(probabilities, labelsOf(answer.model));
-  showHand(labelsOf(answer.model), pixels.length ? undefined : drawn.digits[chosen], drawn.pen);
+  showHand(labelsOf(answer.model), drawn.digits[chosen], drawn.pen);
   about(answer);
   answers.push(probabilities);
   if (answers.length > ANSWERS) answers.shift();
