@@ -23,7 +23,8 @@ from lenet.cpu import CpuBackend
 from lenet.pixels import PIXELS, Images
 from lenet.weightfile import WeightFile
 from service.forms import open_inference_pb2 as pb
-from service.forms.body import Limits, decode
+from service.forms.body import decode
+from service.forms.reader import Limits
 from trainer.mnist import load
 
 Format: TypeAlias = Literal["json", "raw", "npy", "png", "grpc"]

@@ -39,7 +39,7 @@ from service.engine.models import EngineConfig, Models
 from service.engine.repository import Repository, unloaded
 from service.engine.versions import WeightsFolder
 from service.errors import GRPC_STATUS, STATUS
-from service.forms.body import Limits
+from service.forms.reader import Limits
 from service.observe.metrics import NO_MODEL, Metrics
 from service.observe.traces import Traces
 from service.request import Request, Requests

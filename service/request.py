@@ -36,8 +36,8 @@ from service.errors import (
     UnknownModel,
     invalid,
 )
-from service.forms.body import Limits
 from service.forms.form import NOTHING, Asked, Body, Content, Decoded, Form
+from service.forms.reader import Limits
 from service.observe.metrics import NO_MODEL, Metrics, ModelKey, Transport
 from service.observe.traces import Ended, Operation, Parent, Traces, batch_attributes
 from wire.budget import SMALL_BYTES, Budget

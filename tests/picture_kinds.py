@@ -29,7 +29,9 @@ from benchmarks.command import latest_weights
 from lenet.reference import logits
 from lenet.weightfile import WeightFile
 from service.errors import InvalidInput
-from service.forms.body import Digits, Doubts, Limits, decode
+from service.forms.body import decode
+from service.forms.reader import Doubts, Limits
+from service.pictures.headers import Digits
 from trainer.mnist import load
 
 Random = np.random.Generator

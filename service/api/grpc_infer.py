@@ -41,7 +41,7 @@ _BYTES_OF_ONE = 400 * 1024
 
 def infer_methods(requests: Requests) -> dict[str, Method]:
     """The two methods, by name."""
-    form = OipProtoForm(requests.limits.max_images)
+    form = OipProtoForm(requests.limits)
 
     def read(operation: Operation, headers: Mapping[str, str]) -> Wanted:
         limit_s, timeout_s = requests.timeout_s, timeout_s_of(headers)

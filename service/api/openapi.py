@@ -18,8 +18,8 @@ from service.api.routes import PREFIX, TENSORFLOW
 from service.api.schemas import ENCODED_SEVEN, FLAT_SEVEN, SEVEN
 from service.errors import STATUS
 from service.forms.body import ACCEPTED
-from service.forms.body import OCTETS as BINARY
 from service.forms.oip_json import LENGTH_HEADER
+from service.forms.reader import OCTETS as BINARY
 
 OIP_TAG, TENSORFLOW_TAG = "open inference protocol", "TensorFlow Serving"
 

@@ -14,11 +14,12 @@ from urllib.parse import parse_qsl
 
 from service.api.schemas import MAX_TIMEOUT_MS, TIMEOUT_HEADER, PredictQuery
 from service.errors import InvalidInput, UnsupportedMediaType, invalid, shown
-from service.forms.body import OCTETS, Limits
 from service.forms.form import Content, Form
 from service.forms.invocation import InvocationForm
 from service.forms.oip_json import LENGTH_HEADER, OipJsonForm
+from service.forms.pixels import Scale, scale_of
 from service.forms.prediction import ImageForm
+from service.forms.reader import OCTETS, Limits
 from service.forms.tensorflow import TensorflowForm
 from service.observe.traces import http_operation, parent_of
 from service.pictures.headers import Digits, Invert
@@ -159,6 +160,7 @@ def read_predict(
         _choice(parameters, "digits", Digits),
         limits,
         binary=prefers(OCTETS, headers.get("accept", "")),
+        scale=_choice(parameters, "scale", Scale),
     )
     return form, parameters.get("model", ""), parameters.get("version", "")
 
@@ -172,14 +174,24 @@ def read_infer(
         if not re.fullmatch("[0-9]{1,19}", text):
             raise invalid(LENGTH_HEADER, shown(text), "the length of the JSON in bytes")
         json_bytes = int(text)
-    return OipJsonForm(json_bytes, limits.max_images), path["model"], path.get("version", "")
+    form = OipJsonForm(json_bytes, limits, _scale(query))
+    return form, path["model"], path.get("version", "")
 
 
 def read_tensorflow(
     query: bytes, headers: Headers, path: Mapping[str, str], limits: Limits
 ) -> tuple[Form, str, str]:
-    """The head of a prediction by TensorFlow Serving's API."""
-    return TensorflowForm(limits.max_images), path["model"], path.get("version", "")
+    """The head of a prediction by TensorFlow Serving's API. Raises: InvalidInput."""
+    return TensorflowForm(limits, _scale(query)), path["model"], path.get("version", "")
+
+
+def _scale(query: bytes) -> Scale:
+    """The scale that a query states, whose other parameters are ignored. Raises: InvalidInput."""
+    found: Scale = "byte"
+    for name, value in parse_qsl(query.decode("latin-1")) if query else ():
+        if name == "scale":
+            found = scale_of(value, "scale")
+    return found
 
 
 def read_invocation(
@@ -191,7 +203,7 @@ def read_invocation(
         raise invalid(_TARGET_MODEL, shown(target), expected)
     images, model, version = read_predict(query, headers, path, limits)
     assert isinstance(images, ImageForm), "bug: another form of /predict"
-    instances = TensorflowForm(limits.max_images)
+    instances = TensorflowForm(limits, _scale(query))
     return InvocationForm(images, instances), model, version
 
 

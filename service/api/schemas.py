@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
+from service.forms.pixels import Scale
+from service.forms.tensors import DATATYPES
 from service.pictures.headers import Digits, Invert
 
 MAX_EXPLAINED_IMAGES = 64
@@ -45,6 +47,7 @@ class PredictQuery(BaseModel):
     version: str = Field("", description="The model's version; the highest without.")
     invert: Invert = Field("auto", description="auto: ink that is dark in pictures is detected.")
     digits: Digits = Field("one", description="several: each digit of a picture, 64 at most.")
+    scale: Scale = Field("byte", description="unit: numbers are 0 to 1, and not 0 to 255.")
 
 
 class ExplainQuery(PredictQuery):
@@ -73,16 +76,17 @@ class ImageHeaders(BaseModel):
 
 _Item = TypeVar("_Item")
 _Some = Annotated[list[_Item], Field(min_length=1)]
-Pixel = Annotated[int, Field(ge=0, le=255)]
+Pixel = Annotated[
+    float, Field(ge=0, le=255, description="Whole, 0 to 255; with scale=unit any number 0 to 1.")
+]
 Row = Annotated[list[Pixel], Field(min_length=28, max_length=28)]
 Rows = Annotated[list[Row], Field(min_length=28, max_length=28)]
 Flat = Annotated[list[Pixel], Field(min_length=784, max_length=784)]
 Encoded = Annotated[
     str,
     Field(
-        pattern="^[A-Za-z0-9+/]{1046}==$",
-        min_length=1048,
-        max_length=1048,
+        min_length=1,
+        description="The file of a picture, or 784 bytes.",
         json_schema_extra={"contentEncoding": "base64"},
     ),
 ]
@@ -93,13 +97,13 @@ class _Exact(BaseModel):
 
 
 class PredictRequest(_Exact):
-    """Images of 28 x 28 pixels, ink high, or one. Floats are whole, not 0.0 and 1.0 alone."""
+    """Images of 28 x 28 pixels, ink high, or one; or pictures in base64."""
 
     images: _Some[Rows | Flat | Encoded] | Rows | Flat | Encoded
 
 
 class EncodedImage(_Exact):
-    """An image of 784 bytes in base64."""
+    """A picture, or an image of 784 bytes, in base64."""
 
     b64: Encoded
 
@@ -117,7 +121,7 @@ class NamedFlat(_Exact):
 
 
 class NamedEncoded(_Exact):
-    """784 bytes in base64."""
+    """A picture or 784 bytes in base64."""
 
     image: EncodedImage
 
@@ -127,6 +131,7 @@ _OneForm: TypeAlias = _Some[Rows] | _Some[Flat] | _Some[EncodedImage]
 
 class _Signed(_Exact):
     signature_name: Literal["", "serving_default"] = ""
+    parameters: dict[str, Any] | None = Field(None, description="scale is read, see /predict.")
 
 
 class NamedImages(_Exact):
@@ -151,9 +156,9 @@ class InferInput(BaseModel):
     """The images."""
 
     name: Literal["image"]
-    datatype: Literal["UINT8", "FP32"]
+    datatype: str = Field(json_schema_extra={"enum": list(DATATYPES)})
     shape: list[Annotated[int, Field(ge=0)]]
-    data: list[Any] = Field([], description="Whole numbers 0 to 255, flat or nested.")
+    data: list[Any] = Field([], description="Numbers, flat or nested; of BYTES texts in base64.")
     parameters: dict[str, Any] = {}
 
 

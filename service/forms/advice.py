@@ -20,7 +20,7 @@ def for_shape(sizes: Sequence[object]) -> str:
     """How an array of this shape becomes images of 28 x 28."""
     sides = list(sizes)
     if sides[-3:] == [*_SIZE, 1] or sides[-3:-1] == [1, 1] or sides[-3:] == [1, *_SIZE]:
-        return "; remove the channel axis, in NumPy x.reshape(-1, 28, 28)"
+        return "; in NumPy x.reshape(-1, 28, 28)"
     if len(sides) > 2 and (sides[-1] in _COLOURS or sides[-3] in _COLOURS):
         return f"; send grey, one number a pixel, or {_SEND_FILE}"
     if len(sides) > 1 and sides[-2:] != _SIZE and sides[-1] != PIXELS:
@@ -60,9 +60,7 @@ def for_range(low: float, high: float) -> str:
     if low < 0:
         return "; negative numbers look normalised: send the pixels before that, 0 to 255"
     if high <= 1:
-        return (
-            "; for fractions 0 to 1 send round(255 * x), in NumPy np.rint(255 * x).astype('uint8')"
-        )
+        return "; fractions 0 to 1 need the parameter scale=unit, or send round(255 * x)"
     if high <= 255:
         return "; for floats 0 to 255 send round(x), in NumPy np.rint(x).astype('uint8')"
     return f"; they go up to {high:g}: scale them to 0 to 255"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from service.errors import InvalidInput, invalid, shown
-from service.forms.pixel_json import check_count
-from service.forms.pixels import no_pixels
+from service.forms.pixels import check_count, no_pixels
 from service.pictures.headers import Between, recognise
 
 _ALIASES = {"image/jpg": "image/jpeg", "image/x-ms-bmp": "image/bmp"}

@@ -9,6 +9,7 @@ Source: the binary tensor data extension of https://github.com/kserve/open-infer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, TooLarge, invalid, shown
-from service.forms import advice
+from service.forms import advice, base64_text
 from service.forms.form import (
     BINARY,
     JSON,
@@ -33,7 +34,9 @@ from service.forms.form import (
     Decoded,
     RequestedOutput,
 )
-from service.forms.pixel_json import check_containers, check_count, json_object, lengths
+from service.forms.pixel_json import check_containers, json_object, lengths
+from service.forms.pixels import Scale, check_count, scale_of, where
+from service.forms.reader import Limits, NeedsProcess, Reader
 from service.forms.tensors import (
     INPUT,
     MAX_ID_CHARACTERS,
@@ -45,9 +48,8 @@ from service.forms.tensors import (
     check_parameters,
     read_images,
     requested_outputs,
-    where,
 )
-from service.pictures.headers import Between, recognise
+from service.pictures.headers import Between, recognise, sniff
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
 
@@ -65,6 +67,8 @@ _NOW_FLOAT_BYTES = 1024 * 1024
 limit: it is not read."""
 
 _READ_BYTES = 4096
+_FLOATS = re.compile(rb"\\\\|FP|BF|INT[136]")
+"""In the JSON before bytes that are no UINT8; an escape might hide the datatype."""
 _FORM = (
     f'an object, {{"name": "{INPUT}", "datatype": "UINT8", "shape": [n, 28, 28], "data": [...]}}'
 )
@@ -82,10 +86,16 @@ class OipJsonForm:
     """The form of inference over HTTP. `json_bytes`: see the module, None without the header."""
 
     json_bytes: int | None
-    max_images: int
+    limits: Limits
+    scale: Scale = "byte"
 
     part: ClassVar[str] = "body"
     names_model: ClassVar[bool] = False
+
+    @property
+    def max_images(self) -> int:
+        """The most that one request may have."""
+        return self.limits.max_images
 
     @property
     def in_place(self) -> bool:
@@ -101,15 +111,17 @@ class OipJsonForm:
         elif size:
             if size > _NOW_HEAD_BYTES:
                 return None
-            if len(body) > _NOW_FLOAT_BYTES:
-                head = bytes(body[:size])
-                if b"FP32" in head or b"\\" in head:  # an escape might hide the datatype
-                    return None
-        return Decoded(*read_infer_body(body, size, self.max_images))
+            if len(body) > _NOW_FLOAT_BYTES and _FLOATS.search(bytes(body[:size])):
+                return None
+        try:
+            return Decoded(*read_infer_body(body, size, Reader(self.limits, scale=self.scale)))
+        except NeedsProcess:
+            return None
 
     def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any body."""
-        return Decoded(*read_infer_body(body, self.json_bytes, self.max_images))
+        reader = Reader(self.limits, between, scale=self.scale)
+        return Decoded(*read_infer_body(body, self.json_bytes, reader))
 
     @span("encode")
     def write(self, asked: Asked, answered: Answered) -> Content:
@@ -168,20 +180,23 @@ def _steps(asked: Asked, answered: Answered) -> Iterator[bytes]:
 
 
 @span("decode")
-def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tuple[Images, Asked]:
+def read_infer_body(body: Body, json_bytes: int | None, reader: Reader) -> tuple[Images, Asked]:
     """The images, uint8 (n, 28, 28), and what else the request asks for.
 
     `json_bytes`: the header `Inference-Header-Content-Length`, None without. Raw UINT8 is not
     copied.
 
-    Raises: InvalidInput, TooLarge, MemoryError (JSON that takes more than there is).
+    Raises: InvalidInput, TooLarge, MemoryError (JSON that takes more than there is), NeedsProcess.
     """
+    max_images = reader.limits.max_images
     if json_bytes == 0:
         shape = [len(body) // PIXELS, HEIGHT, WIDTH]
+        if len(body) % PIXELS and sniff(bytes(body[:_READ_BYTES])):
+            return reader.element(bytes(body), "body", 0), _RAW
         if not body or len(body) % PIXELS:
-            raise invalid("body", f"{len(body)} bytes", f"{PIXELS} for each image")
+            raise invalid("body", f"{len(body)} bytes", f"{PIXELS} for each image, or a picture")
         check_count(shape[0], "body", max_images)
-        return read_images([InputTensor(INPUT, "UINT8", shape, body, "body")], max_images), _RAW
+        return read_images([InputTensor(INPUT, "UINT8", shape, body, "body")], reader), _RAW
     if json_bytes is not None and json_bytes > len(body):
         expected = f"at most the {len(body)} bytes of the body"
         raise invalid(LENGTH_HEADER, str(json_bytes), expected)
@@ -195,8 +210,10 @@ def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tupl
             raise InvalidInput(exc.message + hint, field=exc.field) from exc
         raise
     parameters = _parameters(document, "")
+    if "scale" in parameters:
+        reader.scale = scale_of(parameters["scale"], "parameters.scale")
     booleans = b"true" in text or b"false" in text
-    images = read_images(_inputs(document, tensors, booleans, max_images), max_images)
+    images = read_images(_inputs(document, tensors, booleans, max_images), reader)
     if tensors.left:
         got = f"{len(tensors.left)} bytes behind the last tensor"
         raise invalid("body", got, "the binary_data_size of all inputs together")
@@ -275,7 +292,10 @@ def _inputs(
             # Before the numbers are read: those of another form are not worth the time.
             if name == INPUT:
                 check_form(datatype, shape, field, max_images)
-                data = numbers(tensor["data"], datatype, shape, source, booleans)
+                if datatype == "BYTES":
+                    data = _elements(tensor["data"], shape, source)
+                else:
+                    data = numbers(tensor["data"], datatype, shape, source, booleans)
             else:
                 data = ()  # its name is refused
         else:
@@ -350,12 +370,18 @@ def numbers(
 ) -> NDArray[Any]:
     """The numbers of `data`, flat: a list that is flat, or nested as `shape` says.
 
-    Of integers (UINT8) or any numbers (FP32); `booleans`: whether some may be true or false.
+    Of integers (INT and UINT), any numbers (FP and BF16), or true and false; `booleans`: whether
+    some may be true or false.
 
     Raises: InvalidInput, which names `source`.
     """
     values = _flat(data, shape, source)
-    integers = datatype == "UINT8"
+    if datatype == "BOOL":
+        for index, value in enumerate(values):
+            if type(value) is not bool:
+                raise invalid(source, f"{shown(value)} at {where(index)}", "true or false")
+        return np.array(values, np.bool_)
+    integers = "INT" in datatype
     try:
         if not integers:
             if set(map(type, values)) <= {int, float}:
@@ -374,6 +400,18 @@ def numbers(
             expected = f"{'integers' if integers else 'numbers'} 0 to 255{hint}"
             raise invalid(source, f"{shown(value)} at {where(index)}", expected)
     return np.array(values, np.float64)
+
+
+def _elements(data: object, shape: Sequence[object], source: str) -> list[bytes]:
+    """The elements of a BYTES tensor, which JSON has in base64. Raises: InvalidInput."""
+    found: list[bytes] = []
+    for number, text in enumerate(_flat(data, shape, source)):
+        try:
+            found.append(base64_text.bytes_of(text))
+        except ValueError as exc:
+            expected = f"a picture in {base64_text.ALPHABET}"
+            raise invalid(f"{source}[{number}]", shown(text), expected) from exc
+    return found
 
 
 def _flat(data: object, shape: Sequence[object], source: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,11 +15,15 @@ from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, ServiceError, invalid, shown
 from service.forms import open_inference_pb2 as pb
 from service.forms.form import Answered, Asked, Body, Content, Decoded, RequestedOutput
+from service.forms.pixels import scale_of
 from service.forms.proto_guard import read_infer_request, read_names, split
+from service.forms.reader import Limits, NeedsProcess, Reader
 from service.forms.tensors import (
     ALL_OUTPUTS,
+    DATATYPES,
     MAX_ID_CHARACTERS,
     OUTPUTS,
+    Elements,
     InputTensor,
     Numbers,
     answer,
@@ -29,13 +34,26 @@ from service.forms.tensors import (
 )
 from service.pictures.headers import Between
 
-_INPUT_CONTENTS = {"UINT8": "uint_contents", "FP32": "fp32_contents"}
+_INPUT_CONTENTS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""The typed form of each datatype that has one."""
 _INLINE_BYTES = 64 * 1024
 """A message up to this size is decoded on the event loop: 80 images as small numbers, which at up
 to 25 us each take 2 ms. So is a larger one whose images are raw: they need not be read."""
 
 _INLINE_FLOAT_BYTES = 1024 * 1024
 """Raw FP32 up to this size is decoded on the event loop: 2 ns a number."""
+
+_FLOATS = re.compile(rb"FP|BF|INT[136]")
+"""In the head of a message whose numbers are no UINT8."""
 
 _MOST_US = 2**53
 
@@ -51,20 +69,28 @@ _OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents", "BYTES":
 class OipProtoForm:
     """The form of inference over gRPC."""
 
-    max_images: int
+    limits: Limits
 
     part: ClassVar[str] = "message"
     names_model: ClassVar[bool] = True
     in_place: ClassVar[bool] = False
 
+    @property
+    def max_images(self) -> int:
+        """The most that one request may have."""
+        return self.limits.max_images
+
     def decode_now(self, body: Body) -> Decoded | None:
         """Decode raw images of any number, and few numbers. Raw images are not copied."""
         message = memoryview(body) if isinstance(body, bytearray) else body
-        return _read_one_image(message) or _decode_now(message, self.max_images)
+        try:
+            return _read_one_image(message) or _decode_now(message, Reader(self.limits))
+        except NeedsProcess:
+            return None
 
     def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any message."""
-        return Decoded(*decode_message(body, self.max_images))
+        return Decoded(*decode_message(body, Reader(self.limits, between)))
 
     @span("encode")
     def write(self, asked: Asked, answered: Answered) -> Content:
@@ -96,29 +122,29 @@ class OipProtoForm:
         return Content(b"", b"".join(pieces))
 
 
-def _decode_now(message: bytes | memoryview, max_images: int) -> Decoded | None:
+def _decode_now(message: bytes | memoryview, reader: Reader) -> Decoded | None:
     """Decode without copying raw images; None if that would take more than 2 ms."""
     if len(message) <= _INLINE_BYTES:
-        return Decoded(*decode_message(message, max_images))
+        return Decoded(*decode_message(message, reader))
     parts = split(message)
     if parts is None:
-        return Decoded(*decode_message(message, max_images))  # says what is wrong
+        return Decoded(*decode_message(message, reader))  # says what is wrong
     others, raw = parts
     if sum(map(len, others)) > _INLINE_BYTES:
         return None
     head = b"".join(others)
-    if len(message) > _INLINE_FLOAT_BYTES and b"FP32" in head:
+    if len(message) > _INLINE_FLOAT_BYTES and _FLOATS.search(head):
         return None
-    return Decoded(*decode_request(_parsed(head), raw, max_images))
+    return Decoded(*decode_request(_parsed(head), raw, reader))
 
 
-def decode_message(message: bytes | memoryview, max_images: int) -> tuple[Images, Asked]:
+def decode_message(message: bytes | memoryview, reader: Reader) -> tuple[Images, Asked]:
     """The images of a serialized request, uint8 (n, 28, 28), and what else it asks for.
 
     Raises: InvalidInput, TooLarge.
     """
     request = _parsed(message)
-    return decode_request(request, request.raw_input_contents, max_images)
+    return decode_request(request, request.raw_input_contents, reader)
 
 
 def _parsed(message: bytes | memoryview) -> pb.ModelInferRequest:
@@ -137,12 +163,15 @@ def _parsed(message: bytes | memoryview) -> pb.ModelInferRequest:
 
 @span("decode")
 def decode_request(
-    request: pb.ModelInferRequest, raw: Sequence[bytes | memoryview], max_images: int
+    request: pb.ModelInferRequest, raw: Sequence[bytes | memoryview], reader: Reader
 ) -> tuple[Images, Asked]:
     """Decode a parsed request and its raw_input_contents, see `decode_message`."""
     model, version, name = request.model_name, request.model_version, request.id
     try:
-        images = read_images(_inputs(request, raw), max_images)
+        if "scale" in request.parameters:
+            given = request.parameters["scale"].string_param
+            reader.scale = scale_of(given, "parameters.scale")
+        images = read_images(_inputs(request, raw), reader)
         outputs = requested_outputs(_outputs(request), len(images)) or ALL_OUTPUTS
         if len(name) > MAX_ID_CHARACTERS:
             raise invalid("id", shown(name), f"at most {MAX_ID_CHARACTERS} characters")
@@ -200,22 +229,24 @@ def _inputs(
                 got = f"{given} beside raw_input_contents"
                 raise invalid(f"{field}.contents", got, "all inputs in one form")
             source = f"raw_input_contents[{position}]"
-            data: bytes | memoryview | Numbers = raw[position]
+            data: bytes | memoryview | Numbers | Elements = raw[position]
         else:
             source = f"{field}.contents"
-            data = _numbers(tensor, given, source)
+            data = _typed(tensor, given, source)
         yield InputTensor(tensor.name, tensor.datatype, tensor.shape, data, source)
 
 
-def _numbers(tensor: pb.ModelInferRequest.InferInputTensor, given: str, source: str) -> Numbers:
-    if tensor.datatype not in _INPUT_CONTENTS:
+def _typed(
+    tensor: pb.ModelInferRequest.InferInputTensor, given: str, source: str
+) -> Numbers | Elements:
+    if tensor.datatype not in DATATYPES:
         return ()  # read_images rejects the datatype
-    expected = _INPUT_CONTENTS[tensor.datatype]
-    if given != expected:
-        expected = f"{expected} for {tensor.datatype}, or raw_input_contents"
-        raise invalid(source, given or "no data", expected)
-    numbers: Numbers = getattr(tensor.contents, expected)
-    return numbers
+    expected = _INPUT_CONTENTS.get(tensor.datatype, "")
+    if given != expected or not given:
+        choice = f"{expected} for {tensor.datatype}, or " if expected else ""
+        raise invalid(source, given or "no data", f"{choice}raw_input_contents")
+    values: Numbers | Elements = getattr(tensor.contents, expected)
+    return values
 
 
 def _read_one_image(message: bytes | memoryview) -> Decoded | None:
@@ -235,17 +266,19 @@ def _read_one_image(message: bytes | memoryview) -> Decoded | None:
 
 @lru_cache(maxsize=64)
 def _asked_of_one_image(head: bytes) -> Asked | None:
-    """The options of a request that is `head` and one raw image; None if it is not valid.
+    """The options of a request that is `head` and one raw image of bytes; None if it is not.
 
     `head` has to be valid by itself: then the image is a field of the request and not, for example,
     the end of a longer field. A message is the sequence of its fields.
     """
     request = read_infer_request(head)
-    if isinstance(request, InvalidInput):
+    if isinstance(request, InvalidInput) or "scale" in request.parameters:
+        return None
+    if [one.datatype for one in request.inputs] != ["UINT8"]:
         return None
     request.raw_input_contents.append(bytes(PIXELS))
     try:
-        return decode_request(request, request.raw_input_contents, 1)[1]
+        return decode_request(request, request.raw_input_contents, Reader(Limits(1)))[1]
     except ServiceError:
         return None
 

@@ -1,8 +1,7 @@
 """A JSON body -> uint8 (n, 28, 28).
 
-Valid images take a fast path; an invalid one is inspected again, slowly, to name the wrong value.
-Floats are taken if they are whole, as in an array's `tolist()`. An image of 0.0 and 1.0 alone is
-rejected: its client means fractions.
+Images of whole numbers take a fast path; another one is inspected again, slowly, and converted, or
+its wrong value is named. What numbers are taken says `service.forms.pixels`.
 """
 
 from __future__ import annotations
@@ -15,11 +14,13 @@ import orjson
 
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, TooLarge, invalid, shown
-from service.forms import advice, base64_text
-from service.pictures.headers import Between, describe, recognise, sniff
+from service.forms import advice
+from service.forms.pixels import as_pixels, check_count
+from service.forms.reader import NeedsProcess, Reader
+from service.pictures.headers import describe, recognise
 
 _UINT8 = np.dtype(np.uint8)
-_SHAPES = "28 rows of 28, 784 integers 0 to 255, or a base64 string of 784 bytes"
+_SHAPES = "28 rows of 28, 784 integers 0 to 255, or a base64 string of 784 bytes or a picture"
 _FORM = '{"images": [...]}'
 _MOST_LENGTHS = 5
 _UNCHECKED_BYTES = 64 * 1024
@@ -27,6 +28,11 @@ _UNCHECKED_BYTES = 64 * 1024
 
 _LIST_BYTES = 50
 """A row of 28 numbers has 57 bytes at least, and an image of 28 rows 29 lists."""
+
+_CHANNEL_BYTES = 8 * 1024 * 1024
+"""A body up to this size may have an axis of one channel, a list for each number."""
+_NOW_LISTS = 10_000
+"""Lists that are read on the event loop, in 1 ms."""
 
 _SLICE_BYTES = 256 * 1024
 _SPACE = rb"[ \t\r\n]*"
@@ -40,11 +46,6 @@ _OTHER_KEYS = {
     "version": "; the version goes into the URL, /predict?version=N",
     "invert": "; it goes into the URL, /predict?invert=true",
 }
-_NAME = re.compile(r"\w{2,9}://|[^\n]{1,200}\.\w{2,4}\Z")
-"""A URL, or the name of a file."""
-_READ_CHARACTERS = 300
-_NUMBERS = re.compile(r"\s*[\[(]*\s*\d+(\.\d*)?[\s,]", re.ASCII)
-_HEX = re.compile(r"[0-9a-fA-F]+")
 _NOT_JSON = {
     b"{'": "; names need double quotes: in Python send json.dumps(...)",
     b"'": "; it begins with a quote of the shell's: send a file, with curl --data-binary @FILE",
@@ -59,12 +60,12 @@ _NO_MEMORY = "Not enough memory"
 of a document."""
 
 
-def json_images(body: bytes, max_images: int) -> Images:
+def json_images(body: bytes, reader: Reader) -> Images:
     """One or many images under `images`, each in one of `_SHAPES`, at most `max_images`.
 
-    Raises: InvalidInput, TooLarge.
+    Raises: InvalidInput, TooLarge, NeedsProcess.
     """
-    _check_containers(body, max_images)
+    _check_containers(body, reader)
     document = json_object(body, _FORM)
     if len(document) != 1 or "images" not in document:
         for key in document:
@@ -73,40 +74,38 @@ def json_images(body: bytes, max_images: int) -> Images:
                 raise invalid(key[:40], "an unknown key", expected)
         raise invalid("images", "nothing", f"one image or a list of them, each {_SHAPES}")
     images = document["images"]
-    booleans = _has_booleans(body)
+    pixels = _Pixels(reader, _has_booleans(body))
     if type(images) is not list or _is_one_image(images):
-        content, count = _pixels(images, booleans) or _checked_pixels(images, "images"), 1
+        pixels.add(images, "images", "")
     else:
-        check_count(count := len(images), "images", max_images)
-        content = b"".join(
-            [
-                _pixels(image, booleans)
-                or _checked_pixels(image, f"images[{i}]", "" if i else str(count))
-                for i, image in enumerate(images)
-            ]
-        )
-    return np.ndarray((count, HEIGHT, WIDTH), _UINT8, content)
+        check_count(len(images), "images", reader.limits.max_images)
+        pixels.add_list(images, str(len(images)))
+    return pixels.images()
 
 
-def sliced_json_images(body: bytes, max_images: int, between: Between) -> Images:
+def sliced_json_images(body: bytes, reader: Reader) -> Images:
     """`json_images` for large bodies: the list of images is parsed in slices.
 
-    Parsed whole, 32 MB of JSON take 400 MB, in slices 50 MB. `between` is called before each slice.
-    A slice ends at a comma between two images, found by counting brackets. Where that goes wrong,
-    as with brackets in strings, the slice is not valid JSON, and the rest is parsed as one.
+    Parsed whole, 32 MB of JSON take 400 MB, in slices 50 MB. `reader.between` is called before each
+    slice. A slice ends at a comma between two images, found by counting brackets. Where that goes
+    wrong, as with brackets in strings, the slice is not valid JSON, and the rest is parsed as one.
 
-    Raises: InvalidInput, TooLarge, MemoryError (the rest, or a document of another form, is large).
+    Raises: InvalidInput, TooLarge, MemoryError (the rest, or a document of another form, is large),
+        NeedsProcess.
     """
+    if len(body) <= _SLICE_BYTES:
+        return json_images(body, reader)
     begin = _LIST_BEGIN.match(body)
     end = _LIST_END.search(body, max(0, body.rfind(b"]")))
-    if len(body) <= _SLICE_BYTES or begin is None or end is None:
-        return json_images(body, max_images)
-    _check_containers(body, max_images)
-    booleans = _has_booleans(body)
-    contents: list[bytes] = []
+    if begin is None or end is None:
+        return json_images(body, reader)
+    max_images = reader.limits.max_images
+    _check_containers(body, reader)
+    pixels = _Pixels(reader, _has_booleans(body))
     count, at = 0, begin.end()
     while at <= end.start():
-        between(0)
+        if reader.between is not None:
+            reader.between(0)
         stop = _slice_end(body, at, end.start())
         images = _slice(body, at, stop, end.start())
         if images is None:
@@ -114,16 +113,52 @@ def sliced_json_images(body: bytes, max_images: int, between: Between) -> Images
             images = _slice(body, at, stop, stop)
             assert images is not None, "bug: the rest has no rest"
         if not count and _is_one_image(images):
-            return json_images(body, max_images)
+            return json_images(body, reader)
         # Beyond the limit they are only counted, for the message.
-        for i, image in enumerate(images[: max_images - count] if count < max_images else ()):
-            content = _pixels(image, booleans)
-            rows = "" if count + i else "n"
-            contents.append(content or _checked_pixels(image, f"images[{count + i}]", rows))
+        pixels.add_list(images[: max(0, max_images - count)], "n")
         count += len(images)
         at = stop + 1
     check_count(count, "images", max_images)
-    return np.ndarray((count, HEIGHT, WIDTH), _UINT8, b"".join(contents))
+    return pixels.images()
+
+
+class _Pixels:
+    """The pixels of the images of one body, one after another."""
+
+    def __init__(self, reader: Reader, booleans: bool) -> None:
+        self._reader = reader
+        self._fast = _pixels if reader.scale == "byte" and not booleans else _no_pixels
+        self._contents: list[bytes] = []
+        self._extra = 0
+        """Images of pictures beyond the first of each, with digits=several."""
+
+    def add_list(self, images: list[object], rows: str) -> None:
+        """Add each of `images`, which are `rows` in all. Raises: as `add`."""
+        for image, content in zip(images, map(self._fast, images), strict=True):
+            if content is not None:
+                self._contents.append(content)
+            else:
+                number = len(self._contents)
+                self.add(image, f"images[{number}]", "" if number else rows)
+
+    def add(self, image: object, field: str, rows: str) -> None:
+        """Add an image, or the digits of a picture. `rows`: see `_checked_pixels`.
+
+        Raises: InvalidInput, TooLarge, NeedsProcess.
+        """
+        content = self._fast(image)
+        if content is None and type(image) is str:
+            images = self._reader.base64(image, field, len(self._contents) + self._extra)
+            self._extra += len(images) - 1
+            content = self._reader.inverted(images).tobytes()  # `images` inverts all of them
+        self._contents.append(content or _checked_pixels(image, field, self._reader, rows))
+
+    def images(self) -> Images:
+        """All of them. Raises: TooLarge."""
+        count = len(self._contents) + self._extra
+        check_count(count, "images", self._reader.limits.max_images)
+        images = np.ndarray((count, HEIGHT, WIDTH), _UINT8, b"".join(self._contents))
+        return self._reader.inverted(images)
 
 
 def _has_booleans(body: bytes) -> bool:
@@ -217,17 +252,6 @@ def _loads(text: bytes) -> Any:
         raise
 
 
-def check_count(count: int, field: str, max_images: int) -> None:
-    """Raise unless 1 <= count <= max_images."""
-    if not count:
-        raise invalid(field, "0 images", "at least 1")
-    if count > max_images:
-        message = (
-            f"{field}: got {count} images, expected at most {max_images} in a request; send fewer"
-        )
-        raise TooLarge(message, field=field)
-
-
 def check_containers(body: bytes, form: str, most_objects: int, most_lists: int) -> None:
     """Count objects and lists of a document like `form` before orjson builds them all.
 
@@ -244,27 +268,33 @@ def check_containers(body: bytes, form: str, most_objects: int, most_lists: int)
         raise TooLarge(message, field="body")
 
 
-def _check_containers(body: bytes, max_images: int) -> None:
-    """Raises: likewise."""
-    check_containers(body, _FORM, 1, 1 + (1 + HEIGHT) * max_images)
+def _check_containers(body: bytes, reader: Reader) -> None:
+    """Raises: likewise, NeedsProcess."""
+    if len(body) <= _UNCHECKED_BYTES:
+        return
+    has_channel = len(body) <= _CHANNEL_BYTES
+    of_an_image = 1 + HEIGHT + (PIXELS if has_channel else 0)
+    check_containers(body, _FORM, 1, 1 + of_an_image * reader.limits.max_images)
     lists, most = body.count(b"["), len(body) // _LIST_BYTES
-    if lists > most and len(body) > _UNCHECKED_BYTES:
+    if lists > most and not has_channel:
         raise invalid("body", f"{lists} lists in {len(body)} bytes", f"at most {most}, {_FORM}")
+    if lists > _NOW_LISTS and reader.between is None:
+        raise NeedsProcess
 
 
 def _is_one_image(images: list[object]) -> bool:
-    """Whether `images` is itself an image: 784 numbers, or rows of numbers."""
+    """Whether `images` is itself an image: 784 numbers, or rows of numbers, or of lists of one."""
     first = images[0] if images else None
     if type(first) is not list:
         return isinstance(first, (int, float))
     if first and type(first[0]) is list:
-        return False
+        return lengths(images) == [HEIGHT, WIDTH, 1]
     return len(first) == WIDTH or (len(images) == HEIGHT and len(first) != PIXELS)
 
 
-def _pixels(image: object, booleans: bool) -> bytes | None:
-    """784 bytes if `image` is valid lists, else None: `_checked_pixels` says what is wrong."""
-    if type(image) is list and not booleans:
+def _pixels(image: object) -> bytes | None:
+    """784 bytes if `image` is lists of integers 0 to 255, else None."""
+    if type(image) is list:
         try:
             if len(image) == PIXELS:
                 return bytes(image)
@@ -276,7 +306,11 @@ def _pixels(image: object, booleans: bool) -> bytes | None:
     return None
 
 
-def _checked_pixels(image: object, field: str, rows: str = "") -> bytes:
+def _no_pixels(_: object) -> None:
+    """Each image is inspected."""
+
+
+def _checked_pixels(image: object, field: str, reader: Reader, rows: str = "") -> bytes:
     """784 bytes, each element checked.
 
     `rows`: of the first of a list of images, how long that is; it may be a row of one image.
@@ -284,8 +318,6 @@ def _checked_pixels(image: object, field: str, rows: str = "") -> bytes:
     Raises:
         InvalidInput: names the first that is wrong.
     """
-    if type(image) is str:
-        return _base64_pixels(image, field)
     if type(image) is not list:
         raise invalid(field, shown(image), _SHAPES)
     sizes = lengths(image)
@@ -296,26 +328,53 @@ def _checked_pixels(image: object, field: str, rows: str = "") -> bytes:
         got = f"shape ({rows}, {', '.join(map(str, sizes))})"
         number = int(rows) if rows.isascii() and rows.isdigit() else 0
         raise invalid("images", got, _SHAPES + advice.for_shape([number, *sizes]))
-    if len(sizes) > 2:
-        raise invalid(field, f"shape {tuple(sizes)}", _SHAPES + advice.for_shape(sizes))
     place, values = "[{0}]", image
-    if len(sizes) == 2:
+    if sizes == [1, HEIGHT, WIDTH]:
+        field, values, sizes = f"{field}[0]", image[0], [HEIGHT, WIDTH]
+    if len(sizes) > 2 and sizes != [HEIGHT, WIDTH, 1]:
+        raise invalid(field, f"shape {tuple(sizes)}", _SHAPES + advice.for_shape(sizes))
+    if len(sizes) > 1:
         if sizes[0] != HEIGHT:
             raise invalid(field, f"{sizes[0]} rows", _SHAPES + advice.for_shape(sizes))
-        for y, row in enumerate(image):
+        for y, row in enumerate(values):
             if type(row) is not list or len(row) != WIDTH:
                 raise invalid(f"{field}[{y}]", shown(row), "a list of 28 integers 0 to 255")
-        place, values = "[{1}][{2}]", [value for row in image for value in row]
+        place, values = "[{1}][{2}]", [value for row in values for value in row]
+    if len(sizes) == 3:
+        place = "[{1}][{2}][0]"
+        for i, one in enumerate(values):
+            if type(one) is not list or len(one) != 1:
+                where = field + "[{}][{}]".format(*divmod(i, WIDTH))
+                raise invalid(where, shown(one), "a list of one number, as the first")
+        values = [one[0] for one in values]
     if len(values) != PIXELS:
         raise invalid(field, f"{len(values)} values", _SHAPES + advice.for_count(len(values)))
-    numbers = [value for value in values if type(value) in (int, float)]
-    kinds = (int,) if max(numbers, default=0) == 1 else (int, float)
+    return _numbers(values, field, place, reader)
+
+
+def _numbers(values: list[Any], field: str, place: str, reader: Reader) -> bytes:
+    """784 numbers as bytes; `place` names one by its index, row and column."""
+    is_unit = reader.scale == "unit"
+    expected = "a number 0 to 1, as scale=unit says" if is_unit else "an integer 0 to 255"
+    most = 1 if is_unit else 255
+    kinds = {type(value) for value in values}
+    fractions = float in kinds and not is_unit and _largest(values) == 1
     for i, value in enumerate(values):
-        if type(value) not in kinds or not 0 <= value <= 255 or value % 1:
-            hint = advice.for_numbers(values) if type(value) is float else ""
+        kind = type(value)
+        if (
+            kind not in ((int,) if fractions else (int, float))
+            or not 0 <= value <= most
+            or (not is_unit and value % 1)
+        ):
+            hint = "" if is_unit or kind is not float else advice.for_numbers(values)
             where = field + place.format(i, *divmod(i, WIDTH))
-            raise invalid(where, shown(value), f"an integer 0 to 255{hint}")
-    return bytes(map(int, values))
+            raise invalid(where, shown(value), f"{expected}{hint}")
+    array = np.array(values, np.float64)
+    return as_pixels(array, field, reader.scale).tobytes()
+
+
+def _largest(values: list[Any]) -> float:
+    return max((value for value in values if type(value) in (int, float)), default=0)
 
 
 def lengths(values: list[Any]) -> list[int]:
@@ -325,36 +384,3 @@ def lengths(values: list[Any]) -> list[int]:
         inner = inner[0]
         sizes.append(len(inner))
     return sizes
-
-
-def _base64_pixels(text: str, field: str) -> bytes:
-    try:
-        content = base64_text.bytes_of(text)
-    except ValueError as exc:
-        expected = f"784 bytes in {base64_text.ALPHABET}{_no_base64(text)}"
-        raise invalid(field, shown(text), expected) from exc
-    if len(content) != PIXELS:
-        if picture := sniff(content):
-            expected = f"784 bytes of pixels; {_send_picture(picture)}"
-            raise invalid(field, f"a picture ({picture}) in base64", expected)
-        found, hint = recognise(content)[0], ""
-        if len(text) == 2 * PIXELS and _HEX.fullmatch(text):
-            found, hint = "", "; it looks like hex"
-        elif len(content) in (4 * PIXELS, 8 * PIXELS):
-            hint = "; floats have more than one: encode x.astype('uint8')"
-        got = f"base64 of {len(content)} bytes{', ' * bool(found)}{found}"
-        raise invalid(field, got, f"784, one a pixel{hint}")
-    return content
-
-
-def _no_base64(text: str) -> str:
-    """Advice for a client that sent `text`."""
-    if _NUMBERS.match(text):
-        return "; send a list of numbers without quotes"
-    if _NAME.match(text[:_READ_CHARACTERS]):
-        return f"; files and URLs are not read: {_send_picture('image/png')}"
-    return ""
-
-
-def _send_picture(kind: str) -> str:
-    return f"send the picture's file itself as the body, with Content-Type: {kind}"

@@ -12,7 +12,7 @@ import orjson
 
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Probabilities
-from service.forms.body import NOW_BYTES, OCTETS, Doubts, Limits, accepted_type, decode
+from service.forms.body import NOW_BYTES, accepted_type, read
 from service.forms.form import (
     BINARY,
     JSON,
@@ -24,7 +24,8 @@ from service.forms.form import (
     Content,
     Decoded,
 )
-from service.forms.pixels import octets
+from service.forms.pixels import Scale, octets
+from service.forms.reader import OCTETS, Limits, NeedsProcess, Reader
 from service.pictures.headers import Between, Digits, Doubt, Invert
 
 WARNINGS: Mapping[Doubt, str] = {
@@ -46,6 +47,7 @@ class ImageForm:
         digits: "several" makes an image of each separate digit of a picture, in reading order. It
             makes no difference to anything but pictures.
         binary: whether the answer is raw bytes.
+        scale: of the numbers of arrays.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class ImageForm:
     max_images: int
     max_picture_pixels: int
     binary: bool = False
+    scale: Scale = "byte"
 
     part: ClassVar[str] = "body"
     names_model: ClassVar[bool] = False
@@ -68,10 +71,12 @@ class ImageForm:
         limits: Limits,
         *,
         binary: bool = False,
+        scale: Scale = "byte",
     ) -> Self:
         """The form of a body of `content_type`. Raises: UnsupportedMediaType."""
         most = limits.max_images, limits.max_picture_pixels
-        return cls(accepted_type(content_type), content_type, invert, digits, *most, binary)
+        kind = accepted_type(content_type)
+        return cls(kind, content_type, invert, digits, *most, binary, scale)
 
     @property
     def in_place(self) -> bool:
@@ -80,14 +85,17 @@ class ImageForm:
 
     def decode_now(self, body: Body) -> Decoded | None:
         """Decode raw pixels of any number, and other bodies of up to `NOW_BYTES`."""
-        if self.kind == OCTETS and self.invert != "true":
+        if self.kind == OCTETS and self.invert != "true" and self.scale == "byte":
             count, rest = divmod(len(body), PIXELS)
             if rest or not 0 < count <= self.max_images:
                 return Decoded(octets(body, "body", self.max_images))  # says what is wrong
             return Decoded(np.ndarray((count, HEIGHT, WIDTH), np.uint8, body))
         if self.kind != OCTETS and len(body) > NOW_BYTES.get(self.kind, 0):
             return None
-        return self._decode(bytes(body), None)
+        try:
+            return self._decode(bytes(body), None)
+        except NeedsProcess:
+            return None
 
     def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any body. Large JSON is parsed in slices, which takes a tenth of the memory."""
@@ -100,18 +108,11 @@ class ImageForm:
         return prediction_json(answered, asked.doubts)
 
     def _decode(self, body: bytes, between: Between | None) -> Decoded:
-        doubts: Doubts = []
         limits = Limits(self.max_images, self.max_picture_pixels)
-        images = decode(
-            body,
-            self.content_type,
-            invert=self.invert,
-            digits=self.digits,
-            limits=limits,
-            doubts=doubts,
-            between=between,
-        )
-        return Decoded(images, Asked(doubts=tuple(doubts)) if doubts else NOTHING)
+        reader = Reader(limits, between, scale=self.scale, invert=self.invert, digits=self.digits)
+        images = read(body, self.content_type, reader)
+        doubts = tuple(reader.doubts)
+        return Decoded(images, Asked(doubts=doubts) if doubts else NOTHING)
 
 
 _A_ROW = 4

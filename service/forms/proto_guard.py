@@ -4,9 +4,9 @@ protobuf makes an object of each two bytes `2A 00`, an empty input, and eight by
 each byte in `shape`: 32 MB of the former blocked the event loop for 2.7 s and took 1.2 GB, of the
 latter 0.4 s and 0.6 GB (protobuf 6.33, 2 cores). So the fields of a message, of its inputs and of
 their contents are counted first, and all bytes that are not pixels (names, parameters, outputs,
-shapes, other contents) are limited together. raw_input_contents and fp32_contents are only copied
-and limited by the size of a message. uint_contents take 7 ms a MB and up to eight bytes a number,
-so their numbers are counted, too: where protobuf gets no memory it ends the process.
+shapes) are limited together. Raw, float and BYTES contents are only copied and limited by the size
+of a message. Integers take 7 ms a MB and up to eight bytes a number, so they are counted, too:
+where protobuf gets no memory it ends the process.
 
 A malformed message becomes an InvalidInput.
 
@@ -33,7 +33,7 @@ MAX_OTHER_BYTES = 64 * 1024
 """Limit on all that is not pixels."""
 
 MAX_NUMBERS = 1 << 24
-"""Limit on the numbers in uint_contents: 21,399 images."""
+"""Limit on integers in typed contents: 21,399 images."""
 
 _FIRST_FIELDS = 8
 _MAX_NAME_BYTES = 1024
@@ -52,8 +52,14 @@ _RAW_TAG = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _DELIMITE
 _PIXELS: Mapping[int, Any] = {}
 _PACKED_PIXELS: Mapping[int, Any] = {}
 _CONTENTS = {
+    pb.InferTensorContents.BOOL_CONTENTS_FIELD_NUMBER: _PACKED_PIXELS,
+    pb.InferTensorContents.INT_CONTENTS_FIELD_NUMBER: _PACKED_PIXELS,
+    pb.InferTensorContents.INT64_CONTENTS_FIELD_NUMBER: _PACKED_PIXELS,
     pb.InferTensorContents.UINT_CONTENTS_FIELD_NUMBER: _PACKED_PIXELS,
+    pb.InferTensorContents.UINT64_CONTENTS_FIELD_NUMBER: _PACKED_PIXELS,
     pb.InferTensorContents.FP32_CONTENTS_FIELD_NUMBER: _PIXELS,
+    pb.InferTensorContents.FP64_CONTENTS_FIELD_NUMBER: _PIXELS,
+    pb.InferTensorContents.BYTES_CONTENTS_FIELD_NUMBER: _PIXELS,
 }
 _INPUT = {pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER: _CONTENTS}
 _REQUEST = {
@@ -150,7 +156,7 @@ def _excess(message: bytes | memoryview) -> str | None:
     if sum(part.stop - part.start for part in packed) > MAX_NUMBERS:  # bytes
         view = np.frombuffer(message, np.uint8)
         if sum(np.count_nonzero(view[part] < 0x80) for part in packed) > MAX_NUMBERS:  # last bytes
-            return f"{MAX_NUMBERS} numbers in uint_contents"
+            return f"{MAX_NUMBERS} integers"
     return None
 
 

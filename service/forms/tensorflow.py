@@ -4,8 +4,8 @@
     {"inputs": [IMAGE, ...]}         answered as {"outputs": {...}}, by column
 
 An image is 28 rows of 28 numbers, each of which may be a list of one, or 784 numbers, or
-`{"b64": ...}` of 784 bytes. It may have its name before it: by row each `{"image": IMAGE}`, by
-column all of them, `{"image": [...]}`.
+`{"b64": ...}` of a picture or 784 bytes. It may have its name before it: by row each
+`{"image": IMAGE}`, by column all of them, `{"image": [...]}`.
 
 Source: https://www.tensorflow.org/tfx/serving/api_rest
 """
@@ -21,9 +21,8 @@ from typing import Any, ClassVar
 import orjson
 
 from lenet.nvtx import span
-from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities, joined
 from service.errors import InvalidInput, invalid, shown
-from service.forms import base64_text
 from service.forms.form import (
     JSON,
     NOTHING,
@@ -35,14 +34,16 @@ from service.forms.form import (
     Decoded,
 )
 from service.forms.oip_json import json_document, numbers
-from service.forms.pixel_json import check_count, lengths
+from service.forms.pixel_json import lengths
+from service.forms.pixels import Scale, check_count, scale_of
+from service.forms.reader import Limits, NeedsProcess, Reader
 from service.forms.tensors import (
     INPUT,
     InputTensor,
     check_form,
     read_images,
 )
-from service.pictures.headers import Between, recognise
+from service.pictures.headers import Between
 
 _NOW_BYTES = 128 * 1024
 """Bodies up to this size are decoded on the event loop: 2 to 3 ms of JSON."""
@@ -58,21 +59,34 @@ _EXPONENT = re.compile(rb"[0-9][eE]")
 class TensorflowForm:
     """The form of predictions by TensorFlow Serving's API."""
 
-    max_images: int
+    limits: Limits
+    scale: Scale = "byte"
 
     part: ClassVar[str] = "body"
     names_model: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
 
+    @property
+    def max_images(self) -> int:
+        """The most that one request may have."""
+        return self.limits.max_images
+
     def decode_now(self, body: Body) -> Decoded | None:
         """Decode small bodies. Each list takes time, and with a channel axis each number is one."""
         if len(body) > _NOW_BYTES or bytes(body).count(b"[") > _NOW_LISTS:
             return None
-        return self.decode(body)
+        try:
+            return self._decode(body, None)
+        except NeedsProcess:
+            return None
 
-    def decode(self, body: Body, between: Between | None = None) -> Decoded:
+    def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any body."""
-        images, by_column = read_tensorflow_body(body, self.max_images)
+        return self._decode(body, between)
+
+    def _decode(self, body: Body, between: Between | None) -> Decoded:
+        reader = Reader(self.limits, between, scale=self.scale)
+        images, by_column = read_tensorflow_body(body, reader)
         return Decoded(images, _BY_COLUMN if by_column else NOTHING)
 
     @span("encode")
@@ -87,11 +101,12 @@ class TensorflowForm:
 
 
 @span("decode")
-def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
+def read_tensorflow_body(body: Body, reader: Reader) -> tuple[Images, bool]:
     """The images, uint8 (n, 28, 28), and whether the answer is by column.
 
-    Raises: InvalidInput, TooLarge, MemoryError (JSON that takes more than there is).
+    Raises: InvalidInput, TooLarge, MemoryError (JSON that takes more than there is), NeedsProcess.
     """
+    max_images = reader.limits.max_images
     text = bytes(body)
     document = json_document(
         text,
@@ -102,6 +117,11 @@ def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
     signature = document.pop("signature_name", "")
     if signature not in _SIGNATURES:
         raise invalid("signature_name", shown(signature), f"none, or {_SIGNATURES[1]!r}")
+    parameters = document.pop("parameters", None)
+    if parameters is not None and type(parameters) is not dict:
+        raise invalid("parameters", shown(parameters), "an object")
+    if parameters and "scale" in parameters:
+        reader.scale = scale_of(parameters["scale"], "parameters.scale")
     if len(document) != 1 or not document.keys() <= {"instances", "inputs"}:
         names = " and ".join(sorted(map(shown, islice(document, 3)))) or "nothing"
         hint = "; images as /predict takes them go there" if "images" in document else ""
@@ -120,9 +140,8 @@ def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
         ]
     check_count(len(values), field, max_images)
     if type(values[0]) is dict:
-        content = b"".join(_bytes(one, f"{field}[{number}]") for number, one in enumerate(values))
-        tensor = InputTensor(INPUT, "UINT8", [len(values), HEIGHT, WIDTH], content, field)
-        return read_images([tensor], max_images), columnar
+        images = [_encoded(one, field, number, reader) for number, one in enumerate(values)]
+        return joined(images), columnar
     sizes = lengths(values)
     shape = sizes[:-1] if sizes[1:] == [HEIGHT, WIDTH, 1] else sizes
     if len(shape) == 1 or shape == [HEIGHT, WIDTH]:
@@ -139,7 +158,7 @@ def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
             raise
         datatype = "FP32"  # 1e2
         flat = numbers(values, datatype, sizes, field, booleans)
-    return read_images([InputTensor(INPUT, datatype, shape, flat, field)], max_images), columnar
+    return read_images([InputTensor(INPUT, datatype, shape, flat, field)], reader), columnar
 
 
 def _only(value: Any, key: str, field: str, also: str = "") -> Any:
@@ -150,19 +169,10 @@ def _only(value: Any, key: str, field: str, also: str = "") -> Any:
     return value[key]
 
 
-def _bytes(value: Any, field: str) -> bytes:
-    text = _only(value, "b64", field, ' or a list, each alone or as {"image": ...}')
-    try:
-        content = base64_text.bytes_of(text)
-    except ValueError:
-        expected = f"a string of 784 bytes in {base64_text.ALPHABET}"
-        raise invalid(f"{field}.b64", shown(text), expected) from None
-    if len(content) != PIXELS:
-        found = recognise(content)[0]
-        hint = "; pictures go to /predict" if found.startswith("image/") else ""
-        got = f"{len(content)} bytes{', ' * bool(found)}{found}"
-        raise invalid(f"{field}.b64", got, f"{PIXELS}: 28 rows of 28{hint}")
-    return content
+def _encoded(value: Any, field: str, number: int, reader: Reader) -> Images:
+    name = f"{field}[{number}]"
+    text = _only(value, "b64", name, ' or a list, each alone or as {"image": ...}')
+    return reader.base64(text, f"{name}.b64", number)
 
 
 def _columns(probabilities: Probabilities) -> Iterator[bytes]:

@@ -16,10 +16,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities, joined
 from service.errors import TooLarge, invalid, shown
 from service.forms import advice
 from service.forms.form import Answered, RequestedOutput
+from service.forms.pixels import as_pixels, rows_of
+from service.forms.reader import Reader
 
 INPUT = "image"
 OUTPUTS: dict[str, np.dtype[Any]] = {"probabilities": np.dtype("<f4"), "label": np.dtype("<i8")}
@@ -33,20 +35,37 @@ _MOST_NAMED = 4096
 CLASSIFIED = "probabilities"
 """The output of which a request may ask for the best classes."""
 
-_DTYPES: dict[str, np.dtype[Any]] = {"UINT8": np.dtype(np.uint8), "FP32": np.dtype("<f4")}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "UINT8": np.dtype(np.uint8),
+    **{
+        f"{kind}{8 * size}": np.dtype(f"<{kind[0].lower()}{size}")
+        for kind, sizes in (("FP", (2, 4, 8)), ("INT", (1, 2, 4, 8)), ("UINT", (2, 4, 8)))
+        for size in sizes
+    },
+    "BF16": np.dtype("<u2"),
+    "BOOL": np.dtype(np.bool_),
+}
+"""Datatypes of numbers, as they lie in bytes."""
+
+_BYTES = "BYTES"
+"""The datatype of files, one an element."""
+
+DATATYPES = (*_DTYPES, _BYTES)
 _SLICE_NUMBERS = 16 * PIXELS
-_ONE_IMAGE = ((HEIGHT, WIDTH), (PIXELS,))
-_MANY_IMAGES = ((HEIGHT, WIDTH), (PIXELS,), (1, HEIGHT, WIDTH))
-_LONGEST_SHAPE = 1 + max(map(len, _MANY_IMAGES))
-_SHAPES = "[n, 28, 28], [n, 1, 28, 28], [n, 784] or one image as [28, 28] or [784]"
+_SHAPES = "[n, 28, 28], [n, 784], [n, 1, 28, 28], [n, 28, 28, 1], or [28, 28] or [784] of one image"
+_LONGEST_SHAPE = 4
 _INT64 = 2**63
 _BYTES_LENGTH = struct.Struct("<I")
+_LENGTH = "before each element its length, 4 bytes, little-endian"
 
 Values: TypeAlias = NDArray[Any]
 """Numbers of one real dtype, row-major."""
 
 Numbers: TypeAlias = Sequence[float]
 """Numbers of a message, flat, row-major; each that is read makes an object."""
+
+Elements: TypeAlias = Sequence[bytes]
+"""Elements of a BYTES tensor, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +84,15 @@ INPUT_METADATA = TensorMetadata(INPUT, "UINT8", (-1, HEIGHT, WIDTH))
 class InputTensor:
     """A tensor as the client sent it, not validated.
 
-    `data` is raw bytes, little-endian and row-major, or the numbers of a typed form. `source` names
-    the data in errors, such as `raw_input_contents[0]`.
+    `data` is raw bytes, little-endian and row-major, of BYTES each element behind its length; or
+    the numbers or elements of a typed form. `source` names the data in errors, such as
+    `raw_input_contents[0]`.
     """
 
     name: str
     datatype: str
     shape: Sequence[int]
-    data: bytes | memoryview | Numbers
+    data: bytes | memoryview | Numbers | Elements
     source: str
 
 
@@ -98,14 +118,15 @@ class OutputTensor:
 ALL_OUTPUTS = tuple(map(RequestedOutput, OUTPUTS))
 
 
-def read_images(inputs: Iterable[InputTensor], max_images: int) -> Images:
+def read_images(inputs: Iterable[InputTensor], reader: Reader) -> Images:
     """The images in a request's inputs, uint8 (n, 28, 28), 1 <= n <= max_images.
 
     Raw UINT8 is not copied: the result is a read-only view of the bytes.
 
     Raises:
         InvalidInput: not exactly one valid tensor called `image`; `field` names the wrong part.
-        TooLarge: more than `max_images`.
+        TooLarge: more than `max_images`, or too many pixels of pictures.
+        NeedsProcess: as `Reader`.
     """
     images: Images | None = None
     for position, tensor in enumerate(inputs):
@@ -114,7 +135,7 @@ def read_images(inputs: Iterable[InputTensor], max_images: int) -> Images:
             raise invalid(f"{field}.name", shown(tensor.name), f"{INPUT!r}, the only input")
         if images is not None:
             raise invalid(f"{field}.name", f"{INPUT!r} a second time", "each input once")
-        images = _images(tensor, field, max_images)
+        images = _images(tensor, field, reader)
     if images is None:
         raise invalid("inputs", "none", f"one tensor called {INPUT!r}")
     return images
@@ -216,10 +237,9 @@ def check_form(datatype: str, shape: Sequence[int], field: str, max_images: int)
         InvalidInput: its datatype or shape is none of those that are read.
         TooLarge: more than `max_images`.
     """
-    if datatype not in _DTYPES:
-        hint = "; pictures go to /predict over HTTP" if datatype == "BYTES" else ""
-        raise invalid(f"{field}.datatype", shown(datatype), f"one of {', '.join(_DTYPES)}{hint}")
-    rows = _rows(shape, f"{field}.shape")
+    if datatype not in DATATYPES:
+        raise invalid(f"{field}.datatype", shown(datatype), f"one of {', '.join(DATATYPES)}")
+    rows = _rows(shape, f"{field}.shape", datatype)
     if rows > max_images:
         raise TooLarge(
             f"{field}.shape: got {rows} images, expected at most {max_images} in one request; "
@@ -229,73 +249,88 @@ def check_form(datatype: str, shape: Sequence[int], field: str, max_images: int)
     return rows
 
 
-def _images(tensor: InputTensor, field: str, max_images: int) -> Images:
-    rows = check_form(tensor.datatype, tensor.shape, field, max_images)
-    dtype = _DTYPES[tensor.datatype]
-    data, numbers = tensor.data, rows * PIXELS
+def _images(tensor: InputTensor, field: str, reader: Reader) -> Images:
+    rows = check_form(tensor.datatype, tensor.shape, field, reader.limits.max_images)
+    data: Any = tensor.data
     expected = f"for shape {_format_shape(tensor.shape)} of {tensor.datatype}"
+    if tensor.datatype == _BYTES:
+        if isinstance(data, (bytes, memoryview)):
+            data = elements(memoryview(data), rows, tensor.source)
+        if len(data) != rows:
+            raise invalid(tensor.source, f"{len(data)} elements", f"{rows} {expected}")
+        return joined(
+            [reader.element(one, f"{tensor.source}[{i}]", i) for i, one in enumerate(data)]
+        )
+    dtype, numbers = _DTYPES[tensor.datatype], rows * PIXELS
     if isinstance(data, (bytes, memoryview)):
         size = memoryview(data).nbytes
         if size != numbers * dtype.itemsize:
             expected = f"{numbers * dtype.itemsize} {expected}"
-            for other, kind in _DTYPES.items():
-                if other != tensor.datatype and size == numbers * kind.itemsize:
-                    expected += f"; so many are {other}: state that as the datatype"
+            fitting = [other for other, kind in _DTYPES.items() if size == numbers * kind.itemsize]
+            if fitting:
+                expected += f"; so many are {' or '.join(fitting[:2])}: state that as the datatype"
             raise invalid(tensor.source, f"{size} bytes", expected)
-        pixels = _pixels(np.frombuffer(data, dtype), tensor.source)
+        values = np.frombuffer(data, dtype)
+        if tensor.datatype == "BF16":
+            values = (values.astype("<u4") << 16).view("<f4")
+        pixels = as_pixels(values, tensor.source, reader.scale)
     else:
         if len(data) != numbers:
             raise invalid(tensor.source, f"{len(data)} numbers", f"{numbers} {expected}")
-        pixels = _typed_pixels(data, tensor.source)
+        pixels = _typed_pixels(data, tensor.source, reader)
     return pixels.reshape(rows, HEIGHT, WIDTH)
 
 
-def _rows(shape: Sequence[int], field: str) -> int:
+def elements(data: memoryview, most: int, source: str) -> list[memoryview]:
+    """The elements in the bytes of a BYTES tensor, views of `data`, each behind 4 bytes of length.
+
+    Raises: InvalidInput (a length beyond the end, or more elements than `most`).
+    """
+    found: list[memoryview] = []
+    at = 0
+    while at < len(data):
+        if len(found) == most:
+            raise invalid(source, f"{len(data) - at} bytes more", f"{most} elements, as the shape")
+        start = at + _BYTES_LENGTH.size
+        if start > len(data):
+            raise invalid(source, f"{len(data) - at} bytes at the end", _LENGTH)
+        (size,) = _BYTES_LENGTH.unpack_from(data, at)
+        at = start + size
+        if at > len(data):
+            got = f"element {len(found)} of {size} bytes, of which {len(data) - start} are there"
+            raise invalid(source, got, _LENGTH)
+        found.append(data[start:at])
+    return found
+
+
+def _rows(shape: Sequence[int], field: str, datatype: str) -> int:
     sizes = tuple(shape[: _LONGEST_SHAPE + 1])
+    shapes = "[n] or [n, 1]" if datatype == _BYTES else _SHAPES
     for size in sizes:
         # A JSON body could bring true, 28.0 or a number of any length.
         if type(size) is not int or not 0 <= size < _INT64:
-            raise invalid(field, _format_shape(shape), f"integers >= 0 in the form {_SHAPES}")
-    if sizes in _ONE_IMAGE:
-        return 1
-    if sizes[1:] not in _MANY_IMAGES:
-        raise invalid(field, _format_shape(shape), _SHAPES + advice.for_shape(sizes))
-    if not sizes[0]:
+            raise invalid(field, _format_shape(shape), f"integers >= 0 in the form {shapes}")
+    if datatype == _BYTES:
+        rows = sizes[0] if sizes[1:] in ((), (1,)) and sizes else None
+    else:
+        rows = rows_of(sizes)
+    if rows is None:
+        hint = "" if datatype == _BYTES else advice.for_shape(sizes)
+        raise invalid(field, _format_shape(shape), shapes + hint)
+    if not rows:
         raise invalid(field, _format_shape(shape), "at least one image")
-    return sizes[0]
+    return rows
 
 
-def _typed_pixels(numbers: Numbers, source: str) -> NDArray[np.uint8]:
+def _typed_pixels(numbers: Numbers, source: str, reader: Reader) -> NDArray[np.uint8]:
     pixels = np.empty(len(numbers), np.uint8)
     # In slices, between which other threads may run: reading holds the interpreter lock, and 16,384
     # images take 0.3 s (2 cores, 2026-11).
     for start in range(0, len(numbers), _SLICE_NUMBERS):
+        values = np.array(numbers[start : start + _SLICE_NUMBERS])
         end = start + _SLICE_NUMBERS
-        pixels[start:end] = _pixels(np.array(numbers[start:end]), source, start)
+        pixels[start:end] = as_pixels(values, source, reader.scale, start)
     return pixels
-
-
-def _pixels(values: Values, source: str, first: int = 0) -> NDArray[np.uint8]:
-    """The values as uint8, if each is whole and 0 to 255; `first` is the first one's index."""
-    if values.dtype == np.uint8:
-        return values
-    # NaN, infinity or 300.0 become some byte, which differs from them.
-    with np.errstate(invalid="ignore"):
-        pixels = values.astype(np.uint8)
-    wrong = pixels != values
-    if wrong.any():
-        index = int(wrong.argmax())
-        value = values.flat[index]
-        image = index - index % PIXELS
-        hint = advice.for_numbers(values.ravel()[image : image + PIXELS].tolist())
-        raise invalid(source, f"{value} at {where(first + index)}", f"whole numbers 0 to 255{hint}")
-    return pixels
-
-
-def where(index: int) -> str:
-    """Names the image and pixel of number `index` of a tensor."""
-    image, pixel = divmod(index, PIXELS)
-    return f"index {index} (image {image}, row {pixel // WIDTH}, column {pixel % WIDTH})"
 
 
 def _format_shape(shape: Sequence[object]) -> str:

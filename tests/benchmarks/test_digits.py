@@ -8,7 +8,8 @@ from benchmarks.digits import (
     own_labels,
     prepare_requests,
 )
-from service.forms.body import Limits, decode
+from service.forms.body import decode
+from service.forms.reader import Limits
 
 REQUEST = PreparedRequest(b"", "", own_labels=(1, 2, 3), true_labels=(1, 2, 4))
 

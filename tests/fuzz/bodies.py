@@ -16,7 +16,9 @@ import orjson
 
 from lenet.pixels import Images
 from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
-from service.forms.body import Limits, decode
+from service.forms.body import decode
+from service.forms.reader import Limits
+from service.pictures.headers import sniff
 from tests.fuzz import samples
 from tests.fuzz.target import (
     Finding,
@@ -184,14 +186,16 @@ def leaves(value: Any) -> list[Any]:
 
 def _json_image(image: Any) -> Images | None:
     if isinstance(image, str):
-        try:
-            content = base64.b64decode(image, validate=True)
-        except ValueError:
+        content = plain_base64(image)
+        if content is None:
             return None
-        if len(content) != 784 or base64.b64encode(content).decode() != image:
+        if (kind := sniff(content)) is not None:
+            found = decoded(content, kind)
+            return found[0] if not isinstance(found, ServiceError) else None
+        if len(content) != 784:
             return None
         values: list[Any] = list(content)
-    elif nested(image) in ((784,), (28, 28)):
+    elif nested(image) in ((784,), (28, 28), (1, 28, 28), (28, 28, 1)):
         values = leaves(image)
     else:
         return None
@@ -204,6 +208,17 @@ def _json_image(image: Any) -> Images | None:
     return np.array(values, np.uint8).reshape(28, 28)
 
 
+def plain_base64(text: str) -> bytes | None:
+    """The bytes of a text in either alphabet, with white space or not, or of a data URL."""
+    head, comma, rest = text.partition(",")
+    if comma and head[:5].lower() == "data:" and head[-7:].lower() == ";base64":
+        text = rest
+    text = re.sub(r"\s+", "", text).replace("-", "+").replace("_", "/").rstrip("=")
+    if not re.fullmatch("[A-Za-z0-9+/]*", text) or len(text) % 4 == 1:
+        return None
+    return base64.b64decode(text + "=" * (-len(text) % 4))
+
+
 class NpyTarget(Target):
     """`application/x-npy` beside `numpy.load`."""
 
@@ -211,9 +226,10 @@ class NpyTarget(Target):
         found = decoded(data, "application/x-npy")
         array = _npy_reference(data)
         if not isinstance(found, ServiceError):
-            if array is None or array.dtype != np.uint8:
-                raise Finding(f"got {found.shape}, where numpy reads no uint8")
-            if not np.array_equal(found, array.reshape(len(found), 28, 28)):
+            if array is None or array.dtype.kind not in "buif":
+                raise Finding(f"got {found.shape}, where numpy reads no numbers")
+            pixels = array * 255.0 if array.dtype.kind == "b" else array
+            if not np.array_equal(found, pixels.reshape(len(found), 28, 28)):
                 raise Finding("got other pixels than numpy")
         elif array is not None and data == samples.npy(array) and _fits(array):
             raise Finding(f"refused what np.save wrote, {array.shape}: {found.message}")
@@ -232,8 +248,9 @@ class NpyTarget(Target):
 
 def _fits(array: np.ndarray[Any, Any]) -> bool:
     shape = array.shape
-    one = shape in ((28, 28), (784,))
-    many = shape[1:] in ((28, 28), (784,)) and 1 <= shape[0] <= MAX_IMAGES
+    one = shape in ((28, 28), (784,), (28, 28, 1))
+    channel = (1, 28, 28), (28, 28, 1)
+    many = shape[1:] in ((28, 28), (784,), *channel) and 1 <= shape[0] <= MAX_IMAGES
     return array.dtype == np.uint8 and (one or many)
 
 

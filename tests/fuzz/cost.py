@@ -19,11 +19,11 @@ from typing import Literal, cast
 import numpy as np
 from PIL import Image
 
-from service.forms.body import Limits
 from service.forms.form import Form
 from service.forms.oip_json import OipJsonForm
 from service.forms.oip_proto import OipProtoForm
 from service.forms.prediction import ImageForm
+from service.forms.reader import Limits
 from service.forms.tensorflow import TensorflowForm
 from tests.fuzz import http2, samples
 from tests.fuzz.connection import ConnectionTarget
@@ -134,9 +134,9 @@ def parsers(stack: ExitStack) -> dict[str, Search]:
     forms: dict[str, Form] = {
         "json": _form("application/json"),
         "npy": _form("application/x-npy"),
-        "infer": OipJsonForm(None, _LIMITS.max_images),
-        "tensorflow": TensorflowForm(_LIMITS.max_images),
-        "grpc": OipProtoForm(_LIMITS.max_images),
+        "infer": OipJsonForm(None, _LIMITS),
+        "tensorflow": TensorflowForm(_LIMITS),
+        "grpc": OipProtoForm(_LIMITS),
     }
     for name, form in forms.items():
         bodies = target(name)

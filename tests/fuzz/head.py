@@ -16,7 +16,8 @@ from service.api.explain import explain_route, options
 from service.api.paths import POLICY, image_routes
 from service.api.routes import prefers
 from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
-from service.forms.body import ACCEPTED, Limits
+from service.forms.body import ACCEPTED
+from service.forms.reader import Limits
 from service.request import Requests, Wanted
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick

@@ -15,12 +15,14 @@ from lenet.pixels import Images
 from service.errors import InvalidInput, ServiceError, TooLarge
 from service.forms.form import asked_from
 from service.forms.oip_json import read_infer_body
+from service.forms.reader import Reader
 from service.forms.tensors import (
     CLASSIFIED,
     OUTPUTS,
 )
-from tests.fuzz.bodies import check_error, check_images, has_surrogate, leaves, nested
-from tests.fuzz.rpc import MAX_IMAGES, VALUES, Tensor, plain_images
+from service.pictures.headers import sniff
+from tests.fuzz.bodies import check_error, check_images, has_surrogate, leaves, nested, plain_base64
+from tests.fuzz.rpc import LIMITS, VALUES, Tensor, plain_images
 from tests.fuzz.target import Finding, MutateBytes, Target, changed_json
 
 _LARGEST_INTEGER = 2**53
@@ -37,7 +39,7 @@ class InferBodyTarget(Target):
         json_bytes = int(line) if re.fullmatch(rb"\d{1,6}", line) else None
         expected = reference(body, json_bytes)
         try:
-            images, asked = read_infer_body(body, json_bytes, MAX_IMAGES)
+            images, asked = read_infer_body(body, json_bytes, Reader(LIMITS, lambda _: None))
         except (InvalidInput, TooLarge) as exc:
             check_refusal(exc, len(body), None if expected is None else expected[0])
             return
@@ -87,7 +89,10 @@ def reference(
     """Images, id, outputs and timeout; None where the request is to be refused."""
     try:
         if json_bytes == 0:
-            images = plain_images([Tensor("image", "UINT8", [len(body) // 784, 784], body)])
+            tensor = Tensor("image", "UINT8", [len(body) // 784, 784], body)
+            if len(body) % 784 and sniff(body):
+                tensor = Tensor("image", "BYTES", [1], [body])
+            images = plain_images([tensor])
             if images is None:
                 return None
             return images, None, [(name, True, 0) for name in OUTPUTS], 0
@@ -147,8 +152,15 @@ def _read(document: Any, rest: bytes) -> Any:
         else:
             must("data" in entry)
             data = _flat(entry["data"], entry["shape"])
-            for value in data:
-                must(type(value) is int or (type(value) is float and entry["datatype"] == "FP32"))
+            datatype = entry["datatype"]
+            kinds = (int, float) if "F" in datatype else (int,)
+            if datatype == "BYTES":
+                must(all(type(text) is str for text in data))
+                data = [plain_base64(text) for text in data]
+                must(None not in data)
+            else:
+                kinds = (bool,) if datatype == "BOOL" else kinds
+                must(all(type(value) in kinds for value in data))
         tensors.append(Tensor(entry.get("name"), entry.get("datatype"), entry["shape"], data))
     images = plain_images(tensors)
     must(images is not None and not rest)

@@ -21,17 +21,48 @@ from service.forms import open_inference_pb2 as pb
 from service.forms.form import Asked, Decoded, RequestedOutput
 from service.forms.oip_proto import OipProtoForm
 from service.forms.proto_guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request, split
+from service.forms.reader import Limits
 from service.forms.tensors import (
     ALL_OUTPUTS,
     CLASSIFIED,
     INPUT,
     OUTPUTS,
 )
-from tests.fuzz.bodies import check_error
+from service.pictures.headers import sniff
+from tests.fuzz.bodies import check_error, decoded
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list
 
 MAX_IMAGES = 8
-_SIZES = {"UINT8": 1, "FP32": 4}
+LIMITS = Limits(MAX_IMAGES, 1 << 16)
+_CODES = {
+    "BOOL": "?",
+    "INT8": "b",
+    "INT16": "h",
+    "INT32": "i",
+    "INT64": "q",
+    "UINT8": "B",
+    "UINT16": "H",
+    "UINT32": "I",
+    "UINT64": "Q",
+    "FP16": "e",
+    "BF16": "H",
+    "FP32": "f",
+    "FP64": "d",
+}
+_TYPED = {
+    "BOOL": "bool",
+    "INT8": "int",
+    "INT16": "int",
+    "INT32": "int",
+    "INT64": "int64",
+    "UINT8": "uint",
+    "UINT16": "uint",
+    "UINT32": "uint",
+    "UINT64": "uint64",
+    "FP32": "fp32",
+    "FP64": "fp64",
+    "BYTES": "bytes",
+}
 
 
 # Tensors
@@ -52,35 +83,81 @@ def plain_images(tensors: Sequence[Tensor]) -> Images | None:
     if len(tensors) != 1:
         return None
     (tensor,) = tensors
-    if tensor.name != INPUT or tensor.datatype not in _SIZES:
+    if tensor.name != INPUT or tensor.datatype not in (*_CODES, "BYTES"):
         return None
     shape = list(tensor.shape)
     if any(type(size) is not int or not 0 <= size < 2**63 for size in shape):
         return None
-    one = shape in ([28, 28], [784])
-    if not one and (not shape or shape[1:] not in ([28, 28], [1, 28, 28], [784])):
+    one = shape in ([28, 28], [784], [28, 28, 1])
+    many = [28, 28], [1, 28, 28], [784], [28, 28, 1]
+    if tensor.datatype == "BYTES":
+        one, many = False, ([], [1])
+    if not one and (not shape or shape[1:] not in many):
         return None
     rows = 1 if one else shape[0]
     if not 1 <= rows <= MAX_IMAGES:
         return None
     data = tensor.data
+    if tensor.datatype == "BYTES":
+        return _files(data, rows)
     if isinstance(data, bytes):
-        size = _SIZES[tensor.datatype]
-        if len(data) != rows * 784 * size:
+        code = _CODES[tensor.datatype]
+        if len(data) != rows * 784 * struct.calcsize(code):
             return None
-        code = "B" if size == 1 else "f"
         data = struct.unpack(f"<{rows * 784}{code}", data)
+        if tensor.datatype == "BF16":
+            data = [struct.unpack("<f", struct.pack("<I", value << 16))[0] for value in data]
     if len(data) != rows * 784:
         return None
+    if tensor.datatype == "BOOL":
+        data = [255 * value for value in data]
     for value in data:
         if not 0 <= value <= 255 or value != int(value):
             return None
-    return np.array([int(value) for value in data], np.uint8).reshape(rows, 28, 28)
+    images = np.array([int(value) for value in data], np.uint8).reshape(rows, 28, 28)
+    if tensor.datatype in ("FP16", "BF16", "FP32", "FP64") and 1 in images.max(axis=(1, 2)):
+        return None  # fractions of 255
+    return images
+
+
+def _files(data: bytes | Sequence[bytes], rows: int) -> Images | None:
+    """The images of a BYTES tensor; of a picture what `decode` makes of it."""
+    elements = [] if isinstance(data, bytes) else list(data)
+    while isinstance(data, bytes) and data:
+        size = int.from_bytes(data[:4], "little")
+        if len(data) < 4 + size:
+            return None
+        elements.append(data[4 : 4 + size])
+        data = data[4 + size :]
+    if len(elements) != rows:
+        return None
+    images = [
+        decoded(one, sniff(one) or "application/octet-stream")
+        if sniff(one) or len(one) == 784
+        else None
+        for one in elements
+    ]
+    if any(one is None or isinstance(one, ServiceError) for one in images):
+        return None
+    return np.concatenate(images)  # type: ignore[arg-type]
 
 
 VALUES = (
     *(0, 1, 2, 8, 9, 28, 784, 785, 255, 256, -1, 2**31, 2**63 - 1, 2**63, 10**400, 0.5, 28.0),
-    *("", "image", "label", "probabilities", "UINT8", "FP32", "INT64", "00", "ff", "0000c07f"),
+    *(
+        "",
+        "image",
+        "label",
+        "probabilities",
+        "UINT8",
+        "FP32",
+        "INT64",
+        "BOOL",
+        "BYTES",
+        "00",
+        "ff",
+        "0000c07f",
+    ),
     *(True, None, "0000803f", math.nan, math.inf, -0.0, [], [28, 28], [1, 784]),
 )
 """What JSON is changed to."""
@@ -91,7 +168,7 @@ VALUES = (
 
 def decode(message: bytes) -> Decoded:
     """Decode like the service: at once, or in a decoding process."""
-    form = OipProtoForm(MAX_IMAGES)
+    form = OipProtoForm(LIMITS)
     return form.decode_now(message) or form.decode(message, lambda _: None)
 
 
@@ -153,13 +230,7 @@ class GrpcTarget(Target):
         counts += [len(plain.parameters)]
         others = 0
         for tensor in plain.inputs:
-            contents = tensor.contents
             others += len(tensor.shape)
-            others += sum(
-                len(values)
-                for field, values in contents.ListFields()
-                if field.name not in ("uint_contents", "fp32_contents")
-            )
         if sum(counts) > MAX_FIELDS or others > MAX_OTHER_BYTES:
             raise Finding(f"let {counts} fields and {others} other numbers through")
         if data:
@@ -199,7 +270,7 @@ def _expected(request: pb.ModelInferRequest) -> Images | None:
                 return None
             data: bytes | Sequence[Any] = raw[at]
         else:
-            field = {"UINT8": "uint_contents", "FP32": "fp32_contents"}.get(tensor.datatype)
+            field = f"{_TYPED.get(tensor.datatype, '')}_contents"
             if given != [field]:
                 return None
             data = list(getattr(tensor.contents, field))
@@ -222,6 +293,8 @@ def _expected(request: pb.ModelInferRequest) -> Images | None:
             output.name != CLASSIFIED or output.parameters["classification"].int64_param < 1
         ):
             return None
+    if "scale" in request.parameters and request.parameters["scale"].string_param != "byte":
+        return None  # no reference for fractions
     return plain_images(tensors)
 
 

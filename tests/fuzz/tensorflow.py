@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
 import json
 import random
 import re
@@ -11,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from lenet.pixels import Images
-from service.errors import InvalidInput, TooLarge
+from service.errors import InvalidInput, ServiceError, TooLarge
+from service.forms.reader import Reader
 from service.forms.tensorflow import read_tensorflow_body
-from tests.fuzz.bodies import check_images, leaves, nested
+from service.pictures.headers import sniff
+from tests.fuzz.bodies import check_images, decoded, leaves, nested, plain_base64
 from tests.fuzz.infer import Refused, check_refusal, loaded, must
-from tests.fuzz.rpc import MAX_IMAGES, VALUES
+from tests.fuzz.rpc import LIMITS, MAX_IMAGES, VALUES
 from tests.fuzz.target import Finding, MutateBytes, Target, changed_json
 
 _FLOAT = re.compile(rb"\.|[0-9][eE]")
@@ -29,7 +30,7 @@ class TensorflowBodyTarget(Target):
     def run(self, data: bytes) -> None:
         expected = _reference(data)
         try:
-            images, columnar = read_tensorflow_body(data, MAX_IMAGES)
+            images, columnar = read_tensorflow_body(data, Reader(LIMITS, lambda _: None))
         except (InvalidInput, TooLarge) as exc:
             check_refusal(exc, len(data), None if expected is None else expected[0])
             return
@@ -55,6 +56,8 @@ def _reference(body: bytes) -> tuple[Images, bool] | None:
         if type(document) is not dict:
             return None
         document = dict(document)
+        if document.pop("parameters", None) not in (None, {}):
+            return None
         if document.pop("signature_name", "") not in ("", "serving_default"):
             return None
         ((field, values),) = document.items()
@@ -82,7 +85,13 @@ def _only(value: Any, key: str) -> Any:
 
 def _bytes(text: Any) -> list[int]:
     must(type(text) is str)
-    content = binascii.a2b_base64(text.encode(), strict_mode=True)
+    content = plain_base64(text)
+    must(content is not None)
+    assert content is not None
+    if kind := sniff(content):
+        found = decoded(content, kind)
+        must(not isinstance(found, ServiceError))
+        return list(found.tobytes())
     must(len(content) == 784)
     return list(content)
 

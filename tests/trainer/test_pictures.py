@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from service.forms.body import Limits, decode
+from service.forms.body import decode
+from service.forms.reader import Limits
 from service.pictures import picture as picture_module
 from trainer import pictures
 from trainer.errors import InvalidDataset

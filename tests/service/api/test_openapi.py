@@ -189,7 +189,7 @@ async def test_every_type_and_parameter_that_is_documented_is_taken(api, served,
         assert not parameter["required"]
         place = query if parameter["in"] == "query" else headers
         place[name] = str(schema["default"])
-    assert set(query) == {"model", "version", "invert", "digits"} | own
+    assert set(query) == {"model", "version", "invert", "digits", "scale"} | own
     assert set(headers) == {"Content-Type", "X-Request-Timeout-Ms"}
     for asked in (query, {**query, **{name: values[name] for name in query if name in values}}):
         response = await served.client.post(path, content=one, params=asked, headers=headers)

@@ -29,11 +29,12 @@ from service.errors import (
     UnsupportedMediaType,
 )
 from service.forms import open_inference_pb2 as pb
-from service.forms.body import Limits, decode
+from service.forms.body import decode
 from service.forms.form import Asked
 from service.forms.oip_json import OipJsonForm
 from service.forms.oip_proto import OipProtoForm
 from service.forms.prediction import ImageForm
+from service.forms.reader import Limits
 from service.forms.tensors import (
     ALL_OUTPUTS,
 )
@@ -171,7 +172,7 @@ async def test_an_infer_request_over_http_is_decoded_with_what_else_it_asks_for(
         content = json.dumps({"inputs": [entry], "id": "7"}).encode().ljust(json_bytes)
         content += RAW.tobytes()
         asked = replace(asked, id="7")
-    decoded = await decode_by(pool, OipJsonForm(json_bytes, 300), content, PATIENCE_S)
+    decoded = await decode_by(pool, OipJsonForm(json_bytes, Limits(300)), content, PATIENCE_S)
     np.testing.assert_array_equal(decoded.images, RAW)
     assert decoded.asked == asked
 
@@ -188,10 +189,10 @@ async def test_an_infer_request_over_http_is_decoded_with_what_else_it_asks_for(
             UnsupportedMediaType,
             "parts[0]",
         ),
-        (body(JSON, limits=Limits(299)), BODIES[JSON], TooLarge, "body"),
+        (body(JSON, limits=Limits(299)), BODIES[JSON], TooLarge, "images"),
         (body(JSON), FLAT.rpartition(b",")[0] + b",256]]}", InvalidInput, "images[299][783]"),
-        (OipProtoForm(300), b"\xff\xff", InvalidInput, "message"),
-        (OipProtoForm(299), infer_request(300), TooLarge, "inputs[0].shape"),
+        (OipProtoForm(Limits(300)), b"\xff\xff", InvalidInput, "message"),
+        (OipProtoForm(Limits(299)), infer_request(300), TooLarge, "inputs[0].shape"),
     ],
 )
 async def test_an_error_is_the_same_as_in_one_process(pool, source, content, error, field):

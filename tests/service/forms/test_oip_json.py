@@ -8,7 +8,9 @@ import pytest
 
 from service.errors import InvalidInput, TooLarge
 from service.forms.oip_json import read_infer_body
+from service.forms.reader import Limits, Reader
 
+READER = Reader(Limits(16_384))
 IMAGE = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], "data": [0] * 784}
 SIZED = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28]}
 
@@ -89,16 +91,16 @@ BODIES = [
 def test_a_body_is_refused_in_the_words_of_the_protocol(content, message):
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
     with pytest.raises((InvalidInput, TooLarge)) as caught:
-        read_infer_body(body, None, 16_384)
+        read_infer_body(body, None, READER)
     assert str(caught.value).startswith(message)
     assert len(str(caught.value)) < 300
 
 
 def test_floats_are_answered_with_the_conversion_that_fits():
     with pytest.raises(InvalidInput, match="expected integers 0 to 255; for floats 0 to 255 send"):
-        read_infer_body(json.dumps(one(data=[250.0] * 784)).encode(), None, 1)
+        read_infer_body(json.dumps(one(data=[250.0] * 784)).encode(), None, READER)
     with pytest.raises(InvalidInput, match="expected whole numbers"):
-        read_infer_body(json.dumps(one(datatype="FP32", data=[0.5] * 784)).encode(), None, 1)
+        read_infer_body(json.dumps(one(datatype="FP32", data=[0.5] * 784)).encode(), None, READER)
 
 
 @pytest.mark.parametrize(
@@ -111,17 +113,17 @@ def test_floats_are_answered_with_the_conversion_that_fits():
         (sized(shape=[2, 28, 28]), 784, "inputs[0]'s binary data: got 784 bytes, expected 1568"),
         (sized("784"), 784, "inputs[0].parameters.binary_data_size: got '784', expected a whole"),
         (None, 785, "body: got 785 bytes, expected 784"),
-        (None, 0, "body: got 0 bytes, expected 784 for each image"),
+        (None, 0, "body: got 0 bytes, expected 784 for each image, or"),
     ],
 )
 def test_bytes_behind_the_json_are_refused_when_they_do_not_fit_it(document, rest, message):
     head = b"" if document is None else json.dumps(document).encode()
     with pytest.raises(InvalidInput) as caught:
-        read_infer_body(head + bytes(rest), len(head), 16_384)
+        read_infer_body(head + bytes(rest), len(head), READER)
     assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("size", [3, 2**63])
 def test_a_length_beyond_the_body_is_refused(size):
     with pytest.raises(InvalidInput, match=f"got {size}, expected at most the 2 bytes"):
-        read_infer_body(b"{}", size, 16_384)
+        read_infer_body(b"{}", size, READER)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from service.errors import InvalidInput
-from service.forms.body import Limits, decode
+from service.forms.body import decode
+from service.forms.reader import Limits
 from tests.picture_kinds import ADDED, KINDS, NO_DIGITS, numbers, of_kind, outcome
 from tests.pictures import PNG, encoded
 

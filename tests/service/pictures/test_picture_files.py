@@ -8,7 +8,8 @@ import pytest
 from PIL import Image, ImageSequence
 
 from service.errors import InvalidInput, TooLarge
-from service.forms.body import ACCEPTED, Limits, decode
+from service.forms.body import ACCEPTED, decode
+from service.forms.reader import Limits
 from service.pictures.picture_files import read_grey
 from tests.documented import documented
 

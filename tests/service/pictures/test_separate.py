@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from service.errors import TooLarge
-from service.forms.body import Limits, decode
+from service.forms.body import decode
+from service.forms.reader import Limits
 from service.pictures.ink import find_ink
 from service.pictures.separate import MAX_DIGITS, find_digits, in_reading_order
 from tests.pictures import PNG, encoded
