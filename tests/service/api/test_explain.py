@@ -142,7 +142,7 @@ WRONG_QUERIES = [
     (
         "layer=1",
         "layer",
-        "one each of model, version, invert, digits, index, biases, noisy, noise",
+        "one each of model, version, invert, digits, scale, index, biases, noisy, noise",
     ),
 ]
 
