@@ -7,6 +7,8 @@
     python -m trainer fit --from FILE --freeze conv1       from the layers of a weight file
     python -m trainer search --trials 50                   a better recipe, by the mistakes on
                                                            held-out images; needs optuna
+    python -m trainer evaluate FILE --data FOLDER          accuracy, confusion, calibration and
+                                                           mistakes of a weight file
     python -m trainer compare RUN OTHER                    two runs side by side
     python -m trainer import FILE --model NAME             weights from elsewhere: a state dict, or
                                                            Keras' arrays, as a weight file

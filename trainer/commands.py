@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from lenet.command_line import parse, unknown_variables
+from lenet.context import Target
 from lenet.cpu import CpuBackend
 from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, InvalidSettings, LeNetError
 from lenet.model import Model
@@ -34,6 +36,7 @@ from trainer.errors import (
     TrainingDiverged,
     UnwritableFolder,
 )
+from trainer.evaluation import images_of, measured, text
 from trainer.export import Exported, export_onnx, export_weights
 from trainer.importing import (
     EPSILONS,
@@ -51,10 +54,10 @@ from trainer.mnist import DIGITS, Digits, label_names
 from trainer.network import Network, initial_tensors
 from trainer.ops import Tensor, TrainingOps
 from trainer.ops_cpu import CpuOps
-from trainer.report import compared, comparison, report
+from trainer.report import compared, comparison, evaluation, report
 from trainer.runs import REPORT, Phases, RunFolder, evaluate, read_run
 from trainer.search import search as search_recipes
-from trainer.settings import Compare, Export, Fit, Import, Inspect, Recipe, Search
+from trainer.settings import Compare, Evaluate, Export, Fit, Import, Inspect, Recipe, Search
 from trainer.start import (
     MOMENT_IMAGES,
     check_frozen,
@@ -259,13 +262,13 @@ def _trained(
 
 
 @contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """Raises: UnwritableFolder: the block cannot write `out`."""
+def _writing(out: Path, flag: str = "--out") -> Iterator[None]:
+    """Raises: UnwritableFolder: the block cannot write `out`, which `flag` names."""
     try:
         yield
     except OSError as exc:
         raise UnwritableFolder(
-            f"--out is {out}: it cannot be written ({exc.strerror}); name a place that you can "
+            f"{flag} is {out}: it cannot be written ({exc.strerror}); name a place that you can "
             "write"
         ) from exc
 
@@ -387,6 +390,22 @@ def _accuracy(exported: Exported, test: Digits | None) -> str:
     return f"test accuracy {accuracy:.2%} ({exported.errors} of {len(test)} wrong)"
 
 
+def evaluate_file(settings: Evaluate) -> None:
+    """Measure, print, write."""
+    weights = WeightFile.read(settings.weights)
+    digits, which = images_of(settings, weights, print)
+    device: Literal["cpu", "cuda"] = "cuda" if unavailable(settings.device) is None else "cpu"
+    target = Target(device, precision=SERVED[settings.precision])
+    found = measured(settings, weights, digits, which, target)
+    print("\n".join(text(found)))
+    if settings.json_ is not None:
+        with _writing(settings.json_, "--json"):
+            settings.json_.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if settings.out is not None:
+        with _writing(settings.out):
+            _write_page(settings.out, lambda: evaluation(found, digits.images))
+
+
 def inspect(settings: Inspect) -> None:
     """Print the table."""
     if settings.weights is not None:
@@ -413,13 +432,16 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     command, rest = "fit", list(arguments)
     if rest and not rest[0].startswith("-"):
         command = rest.pop(0)
-    for sentence in unknown_variables((Fit, Search, Compare, Export, Import, Inspect), environment):
+    kinds = (Fit, Search, Evaluate, Compare, Export, Import, Inspect)
+    for sentence in unknown_variables(kinds, environment):
         print(sentence, file=sys.stderr)
     program = f"python -m trainer {command}"
     try:
         match command:
             case "fit":
                 fit(parse(Fit, rest, program, synonyms=_SYNONYMS))
+            case "evaluate":
+                evaluate_file(parse(Evaluate, rest, program, words={"weights": "FILE"}))
             case "compare":
                 compare(parse(Compare, rest, program, words={"run": "RUN", "other": "OTHER"}))
             case "export":
@@ -432,8 +454,8 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
                 search(parse(Search, rest, program, synonyms=_SYNONYMS))
             case _:
                 raise InvalidSettings(
-                    f"the command is {command}, expected fit, search, compare, import, export "
-                    "or inspect"
+                    f"the command is {command}, expected fit, search, evaluate, compare, "
+                    "import, export or inspect"
                 )
     except KeyboardInterrupt as exc:
         print(str(exc) or "interrupted", file=sys.stderr)

@@ -117,7 +117,7 @@ def export_weights(
         weights, plan = _write_and_read_back(draft, path, backend)
         errors, served = 0, None
         if test is not None:
-            served = _served(plan, test.images)
+            served = served_logits(plan, test.images)
             _compare("test", network.logits(test.images), served)
             errors = int(np.count_nonzero(served.argmax(axis=1) != test.labels))
             accuracy = (len(test) - errors) / len(test)
@@ -146,7 +146,7 @@ def _write_and_read_back(
     weights.write(path)
     read = WeightFile.read(path)
     plan = backend.plan(read, EVALUATION_BATCH)
-    _compare("golden", weights.golden.logits, _served(plan, weights.golden.images))
+    _compare("golden", weights.golden.logits, served_logits(plan, weights.golden.images))
     return read, plan
 
 
@@ -171,7 +171,8 @@ def _golden(network: Network, test: Digits) -> Golden:
     return Golden(images, test.labels[chosen], network.logits(images).astype(np.float32))
 
 
-def _served(plan: Plan, images: Images) -> Tensor:
+def served_logits(plan: Plan, images: Images) -> Tensor:
+    """The logits of any number of `images`."""
     starts = range(0, len(images), plan.rows)
     return np.concatenate([plan.logits(images[start : start + plan.rows]) for start in starts])
 

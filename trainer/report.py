@@ -62,29 +62,29 @@ def report(run: FinishedRun, weights: WeightFile, images: Images, training: Digi
             "; ".join(run.settings["images"]) + ".",
         ),
         _section("Loss and accuracy", _history([run]), _resumed(run)),
-        _section(
-            "Which class is taken for which",
-            _figure(lambda figure: _confusion(figure, summary["confusion"], names), 7, 5.6),
-            "Test images; the right answers, on the diagonal, are written without colour.",
-        ),
-        _section("Precision and recall", _classes(summary, names)),
-        _section(
-            "Calibration",
-            _figure(lambda figure: _calibration(figure, summary), 9, 3.6),
-            "On the line, an answer with confidence 0.9 is right nine times of ten. Expected "
-            f"calibration error {summary['calibration_error']:.4f}.",
-        ),
+        *_results(summary, images, names),
         _section("Weights of the first layer", _filters(weights)),
-        _section(
-            f"The {len(summary['worst'])} most confident mistakes",
-            _mistakes(summary["worst"], images, names),
-        ),
         _section(
             "Time by phase",
             _figure(lambda figure: _phases(figure, summary["phases"]), 8, 2.4),
         ),
     )
     return _page(title, run.settings["started"], sections)
+
+
+def evaluation(found: Mapping[str, Any], images: Images) -> str:
+    """The page of what `trainer.evaluation.measured` found on `images`."""
+    low, high = found["interval"]
+    facts = {
+        "accuracy": f"{found['accuracy']:.2%}, {found['wrong']} of {found['images']} wrong",
+        "95 % interval": f"{low:.2%} to {high:.2%}",
+        "loss": f"{found['loss']:.4f} nats",
+        "data": f"{found['data']}, {found['which']}",
+        "device": f"{found['device']}, {found['arithmetic']}",
+        "sha256": found["sha256"][:16],
+    }
+    title = f"{found['weights']}, {found['accuracy']:.2%}"
+    return _page(title, "", (_facts_table(facts), *_results(found, images, found["labels"])))
 
 
 def comparison(one: FinishedRun, other: FinishedRun) -> str:
@@ -150,6 +150,35 @@ def _section(title: str, content: str, note: str = "") -> str:
     return f"<section><h2>{escape(title)}</h2>{text}{content}</section>"
 
 
+def _results(summary: Mapping[str, Any], images: Images, names: Sequence[str]) -> tuple[str, ...]:
+    """The sections about an evaluation on `images`."""
+    return (
+        _section(
+            "Which class is taken for which",
+            _figure(lambda figure: _confusion(figure, summary["confusion"], names), 7, 5.6),
+            "The right answers, on the diagonal, are written without colour.",
+        ),
+        _section("Precision and recall", _classes(summary, names)),
+        _section(
+            "Calibration",
+            _figure(lambda figure: _calibration(figure, summary), 9, 3.6),
+            "On the line, an answer with confidence 0.9 is right nine times of ten. Expected "
+            f"calibration error {summary['calibration_error']:.4f}.",
+        ),
+        _section(
+            f"The {len(summary['worst'])} most confident mistakes",
+            _mistakes(summary["worst"], images, names),
+        ),
+    )
+
+
+def _facts_table(facts: Mapping[str, str]) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in facts.items()
+    )
+    return f"<table>{rows}</table>"
+
+
 def _facts(run: FinishedRun, weights: WeightFile) -> str:
     summary, settings = run.summary, run.settings
     written = weights.training.epochs or len(run.epochs)  # with --patience the best, not the last
@@ -164,10 +193,7 @@ def _facts(run: FinishedRun, weights: WeightFile) -> str:
         "weight file": summary["weights"],
         "sha256": weights.digest()[:16],
     }
-    rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in facts.items()
-    )
-    return f"<table>{rows}</table><p><code>{escape(settings['command'])}</code></p>"
+    return f"{_facts_table(facts)}<p><code>{escape(settings['command'])}</code></p>"
 
 
 def _resumed(run: FinishedRun) -> str:
@@ -203,8 +229,11 @@ def _classes(summary: Mapping[str, Any], names: Sequence[str]) -> str:
     rows = zip(names, images, summary["precision"], summary["recall"], strict=True)
     return _table(
         [
-            ("class", "test images", "precision", "recall"),
-            *((name, str(count), f"{p:.2%}", f"{r:.2%}") for name, count, p, r in rows),
+            ("class", "images", "precision", "recall"),
+            *(
+                (name, str(count), f"{p:.2%}", f"{r:.2%}" if count else "-")
+                for name, count, p, r in rows
+            ),
         ]
     )
 
@@ -217,7 +246,7 @@ def _mistakes(
     figures = (
         f"<figure><img alt='' src='{_png(255 - images[image])}'><figcaption>"
         f"{escape(names[true])}, taken for {escape(names[predicted])} with {confidence:.1%}"
-        f"<br>test image {image}</figcaption></figure>"
+        f"<br>image {image}</figcaption></figure>"
         for image, true, predicted, confidence in worst
     )
     return f"<div class='mistakes'>{''.join(figures)}</div>"
@@ -352,7 +381,7 @@ def _calibration(figure: Figure, summary: Mapping[str, Any]) -> None:
         xlabel="mean confidence", ylabel="share of right answers", xlim=(0, 1.02), ylim=(0, 1.02)
     )
     counts.bar(confidence, images, width=0.06, color=_BLUE)
-    counts.set(xlabel="mean confidence", ylabel="test images", yscale="log", xlim=(0, 1.05))
+    counts.set(xlabel="mean confidence", ylabel="images", yscale="log", xlim=(0, 1.05))
     for axes in (diagram, counts):
         axes.grid(alpha=0.3)
 

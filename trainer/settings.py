@@ -398,6 +398,42 @@ class Import(_Command):
         return shlex.join(words)
 
 
+class Evaluate(_Command):
+    """Measure a weight file on labelled images: accuracy, confusion, calibration, mistakes."""
+
+    model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_EVALUATE_")
+
+    weights: Path
+    """The weight file to measure."""
+
+    data: Path
+    """The images, as of fit; classes are those of the weight file with the same names, and some of
+    them may be missing."""
+
+    labels: Path | None = None
+    """A text file with the names of the classes, as of fit; without it, and where no folders name
+    them, they are those of the weight file in their order."""
+
+    transposed: bool = False
+    """The images are stored column by column, as EMNIST's."""
+
+    part: Literal["auto", "train", "validation", "test", "all"] = "auto"
+    """The part of the data. auto: its test images; without any those that fit set aside, if the
+    file was trained on this data, else all."""
+
+    device: Device = "auto"
+    """Device to compute on: auto takes a GPU if there is one."""
+
+    precision: Precision = "mixed"
+    """Arithmetic of the GPU: float32, products rounded to TF32, or float16 values."""
+
+    json_: Path | None = None
+    """A JSON file to write, with all numbers."""
+
+    out: Path | None = None
+    """A page to write, with pictures of the mistakes."""
+
+
 class Inspect(_Command):
     """Print what is in a weight file and who computes it, or the calls of a training step."""
 

@@ -272,7 +272,7 @@ def commands() -> str:
         "## `python -m trainer`",
         f"Also `lenet-train`. `fit` is the default command.\n\n```text\n{exits.strip()}\n```",
     ]
-    for command in ("fit", "search", "compare", "import", "export", "inspect"):
+    for command in ("fit", "search", "evaluate", "compare", "import", "export", "inspect"):
         kind = getattr(trainer_settings, command.capitalize())
         parts += [f"### `{command}`", f"{kind.__doc__}"]
         if kind is trainer_settings.Search:

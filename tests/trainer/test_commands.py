@@ -232,7 +232,7 @@ def test_export_writes_an_onnx_model(tmp_path, capsys):
         (
             ["retrain"],
             2,
-            "the command is retrain, expected fit, search, compare, import, export or inspect",
+            "the command is retrain, expected fit, search, evaluate, compare, import, export",
         ),
         (["--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
         (["inspect", "--device", "cuda"], 2, "--device is cuda: there is no NVIDIA GPU here"),
@@ -300,13 +300,15 @@ def test_a_full_disk_is_named_and_the_same_command_resumes(arguments, monkeypatc
     assert re.search(r"trained in [\d.]+ s since it was resumed, sha256", said)
 
 
-def without_tqdm(tmp_path, *arguments):
+def without_extras(tmp_path, *arguments):
+    """Run the trainer where nothing of the extras `train` and `search` is installed."""
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as util\n"
         "import sys\n"
-        "sys.modules['tqdm'] = None\n"
+        "extras = dict.fromkeys(('tqdm', 'httpx', 'matplotlib', 'optuna'))\n"
+        "sys.modules.update(extras)\n"
         "find = util.find_spec\n"
-        "util.find_spec = lambda name, *rest: None if name == 'tqdm' else find(name, *rest)\n"
+        "util.find_spec = lambda name, *rest: None if name in extras else find(name, *rest)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     return subprocess.run(
@@ -319,7 +321,7 @@ def without_tqdm(tmp_path, *arguments):
 
 
 def test_a_missing_extra_is_one_sentence(tmp_path):
-    outcome = without_tqdm(tmp_path, "fit", "--help")
+    outcome = without_extras(tmp_path, "fit", "--help")
     assert outcome.returncode == 1
     for cure in ("make train", "python -m pip install tqdm httpx", "--target trainer"):
         assert cure in outcome.stderr
@@ -327,7 +329,7 @@ def test_a_missing_extra_is_one_sentence(tmp_path):
 
 
 def test_a_weight_file_is_inspected_without_what_training_needs(tmp_path):
-    outcome = without_tqdm(tmp_path, "inspect", str(ROOT / "weights/lenet/2.safetensors"))
+    outcome = without_extras(tmp_path, "inspect", str(ROOT / "weights/lenet/2.safetensors"))
     assert (outcome.returncode, outcome.stderr) == (0, "")
     found = outcome.stdout
     assert found.startswith("model lenet, 431080 parameters, float32, batch norm folded in\n")
@@ -335,6 +337,20 @@ def test_a_weight_file_is_inspected_without_what_training_needs(tmp_path):
     assert re.search(
         r"conv2 +conv 5x5, relu, max 2x2 +20x12x12 -> 50x4x4 +50x20x5x5 +25050 +-?0\.", found
     )
+
+
+def test_a_weight_file_is_exported_and_evaluated_without_what_training_needs(
+    tmp_path, tiny, write_idx
+):
+    file, model = str(ROOT / "weights/mlp/1.safetensors"), tmp_path / "mlp.onnx"
+    outcome = without_extras(tmp_path, "export", file, "--out", str(model))
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    assert model.exists()
+    line = ["evaluate", file, "--data", str(write_idx(tiny)), "--out", str(tmp_path / "a.html")]
+    outcome = without_extras(tmp_path, *line, "--device", "cpu")
+    assert outcome.returncode == 0
+    assert "of 60 wrong), 95 % interval" in outcome.stdout
+    assert "python -m pip install matplotlib" in outcome.stderr
 
 
 def test_the_help_ends_without_a_traceback_when_nobody_reads_it():
