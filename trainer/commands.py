@@ -17,6 +17,7 @@ from lenet.command_line import parse, unknown_variables
 from lenet.context import Target
 from lenet.cpu import CpuBackend
 from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, InvalidSettings, LeNetError
+from lenet.files import write_atomically
 from lenet.model import Model
 from lenet.weightfile import Training, WeightFile
 from trainer.calibration import cooled, limit_reached, temperature
@@ -280,7 +281,7 @@ def _write_page(path: Path, page: Callable[[], str]) -> None:
     except ImportError as exc:
         print(f"{path} is not written: {exc}; python -m pip install matplotlib", file=sys.stderr)
         return
-    path.write_text(text, encoding="utf-8")
+    write_atomically(path, text.encode())
     print(f"{path}: written")
 
 

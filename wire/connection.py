@@ -67,7 +67,7 @@ class Connection(asyncio.Protocol):
         self.ended = False  # the client sends no more
         self.closing = False  # nothing more is read but what lingers
         self.stopping = service.stopping
-        self._is_old = False  # and so stopping, though the service is not
+        self.is_old = False  # and so stopping, though the service is not
         self.since_s = loop.time()  # of being idle, or of the headers that arrive
         # Connections that began together do not end together.
         jitter = random.uniform(0.9, 1.1)  # noqa: S311 - no secret
@@ -339,15 +339,15 @@ class Connection(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """The server stops: answer what has begun, and close."""
-        if (self._is_old or not self.stopping) and not self.closing:
-            self._is_old, self.stopping = False, True
+        if (self.is_old or not self.stopping) and not self.closing:
+            self.is_old, self.stopping = False, True
             self.exchanges.stop()
 
     def retire(self) -> None:
         """The connection is old: answer what has begun and what its client still sends."""
         self._old_at_s = math.inf
         if not (self.stopping or self.closing):
-            self._is_old = self.stopping = True
+            self.is_old = self.stopping = True
             self.exchanges.retire()
 
     def give_up(self, error: Refusal) -> None:

@@ -177,7 +177,7 @@ class Http2Exchanges:
             self.loop.call_later(_LAST_CALLS_S, self._end_requests)
             return
         self.http2.end()
-        for exchange in self.open if self.service.stopping else ():
+        for exchange in () if self.connection.is_old else self.open:
             exchange.stop(Unavailable(STOPPING, retry_after_s=1))
         self.look_for_end()
 

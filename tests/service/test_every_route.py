@@ -40,6 +40,7 @@ ROUTES = [
     ("GET", "/v2/models/stats", None, {}),
     ("POST", "/predict", SEVEN, BYTES),
     ("POST", "/explain", SEVEN, BYTES),
+    ("POST", "/invocations", SEVEN, BYTES),
     *(
         route
         for model in ("/models/lenet", "/models/lenet/versions/1")

@@ -33,11 +33,19 @@ def test_a_resolved_recipe_has_what_its_device_needs(device, expected):
 
 
 @pytest.mark.parametrize(
-    ("words", "images", "batch"),
-    [([], 2048, 256), ([], 2047, 128), ([], 300, 32), ([], 40, 8), (["--batch", "100"], 300, 100)],
+    ("words", "images", "batch", "rate"),
+    [
+        ([], 2048, 256, 0.2),
+        ([], 2047, 128, 0.2),
+        ([], 300, 32, 0.05),
+        ([], 40, 8, 0.0125),
+        (["--rate", "0.1"], 40, 8, 0.1),
+        (["--batch", "100"], 300, 100, 0.2),
+    ],
 )
-def test_a_run_on_few_images_takes_small_batches(words, images, batch):
-    assert parse(Fit, words, "trainer").resolved("cuda", images).batch == batch
+def test_a_run_on_few_images_takes_small_batches_and_a_low_rate(words, images, batch, rate):
+    resolved = parse(Fit, words, "trainer").resolved("cuda", images)
+    assert (resolved.batch, resolved.rate) == (batch, rate)
 
 
 def test_a_learning_rate_is_asked_for_by_the_name_of_the_flag():
