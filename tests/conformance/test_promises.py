@@ -103,7 +103,7 @@ async def test_an_unknown_model_is_named_whatever_else_is_wrong(
 
 BAD = {
     "garbage": (Ask(garbage=True), "invalid_input", "content", ""),
-    "a byte too few": (Ask(cut=1), "invalid_input", "pixels", "got 783 bytes, expected"),
+    "a byte too few": (Ask(cut=1), "invalid_input", "pixels", "783 bytes, expected"),
     "an image too many": (Ask(images(5)), "too_large", "count", "got 5 images, expected at most 4"),
 }
 
