@@ -94,6 +94,23 @@ def test_the_service_and_the_trainer_read_what_was_drawn_in_each_downloaded_pict
         assert not asked.get("warnings")
 
 
+def test_a_drawing_whose_answer_is_late_is_kept_as_it_is_on_the_surface(service, visit):
+    page = visit(service)
+    first, *others = STROKES[4]
+    page.draw([first])
+    page.until("digit", " !== ''")
+    page.route("**/predict?*", lambda route: None)
+    page.draw(others)
+    class_button(page, "4").click()
+    assert counts(page) == {"4": 1}
+    ((_, drawing),) = kept(page)
+    assert len(json.loads(drawing)[1]) == len(STROKES[4])
+    page.unroute("**/predict?*")  # what was held goes on
+    page.until("live", ".startsWith('4,')")
+    class_button(page, "9").click()
+    assert counts(page) == {"9": 1}
+
+
 def test_a_drawing_is_kept_once_counted_and_forgotten_by_one_button(service, visit):
     page = visit(service)
     assert page.is_disabled("#hand-zip")

@@ -141,6 +141,7 @@ function changed() {
   restarts = 0;
   drawn = digitsOf(strokes);
   show();
+  showHand(labelsOf(model), drawn.digits[Math.min(chosen, drawn.digits.length - 1)], drawn.pen); // An answer may be late.
   predict();
 }
 
