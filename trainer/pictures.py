@@ -27,8 +27,6 @@ from lenet.pixels import HEIGHT, WIDTH, Images
 from trainer.errors import InvalidDataset
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
-MAX_PIXELS = 1 << 24
-"""Maximum pixels of a picture: the service's default."""
 
 _REPORT_S = 10.0
 """Time between two lines about the pictures that are prepared."""
@@ -163,7 +161,7 @@ def _prepared(
 def _picture(path: Path, size: int) -> tuple[NDArray[np.uint8], int]:
     """The image of a picture, and its pixels. Raises: InvalidInput, TooLarge, OSError."""
     from service.errors import InvalidInput, TooLarge
-    from service.pictures.headers import describe, sniff
+    from service.pictures.headers import MAX_PIXELS, describe, sniff
     from service.pictures.picture import prepare
 
     if size > MAX_FILE_BYTES:

@@ -15,7 +15,15 @@ from service.errors import InvalidInput, invalid, shown
 from service.forms import base64_text
 from service.forms.form import BINARY, MAX_DOUBTS
 from service.forms.pixels import Scale, check_count, npy, octets
-from service.pictures.headers import Between, Digits, Doubt, Invert, recognise, sniff
+from service.pictures.headers import (
+    MAX_PIXELS,
+    Between,
+    Digits,
+    Doubt,
+    Invert,
+    recognise,
+    sniff,
+)
 
 OCTETS = BINARY.decode()
 NPY = "application/x-npy"
@@ -48,7 +56,7 @@ class Limits:
     """
 
     max_images: int
-    max_picture_pixels: int = 1 << 26
+    max_picture_pixels: int = MAX_PIXELS
 
 
 class Reader:

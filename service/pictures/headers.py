@@ -18,6 +18,9 @@ Between: TypeAlias = Callable[[int], None]
 """Called between two steps of decoding, with the pixels that the next one decodes, times the passes
 over them; with 0 for bytes of no picture. It raises to end the work."""
 
+MAX_PIXELS = 1 << 26
+"""Maximum pixels of all pictures of a request, and of a picture that a network is trained on."""
+
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _CONVERT = "; convert it to PNG or JPEG"
 _AS_BYTES = "; send its bytes as they are"

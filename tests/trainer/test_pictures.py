@@ -14,6 +14,8 @@ from trainer.errors import InvalidDataset
 from trainer.pictures import class_folders, read_pictures
 
 LIMITS = Limits(max_images=1)
+SIDES = (60, 4200, 160, 210, 260, 310)
+"""Pixels. The second is a photograph of 17.6 megapixels."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ def folder(digits, tmp_path):
     for number, (digit, kind) in enumerate(zip(digits(6, 0).images, kinds, strict=True)):
         place = tmp_path / "hand" / ("2", "10", "1")[number % 3]
         place.mkdir(parents=True, exist_ok=True)
-        (place / f"{number}.{kind.lower()}").write_bytes(picture(digit, 60 + 50 * number, kind))
+        (place / f"{number}.{kind.lower()}").write_bytes(picture(digit, SIDES[number], kind))
     (tmp_path / "hand/1/.DS_Store").write_bytes(b"a system's")
     (tmp_path / "hand/1/Thumbs.db").write_bytes(b"a system's")
     return tmp_path / "hand"
@@ -56,7 +58,7 @@ def test_pictures_are_prepared_as_the_service_prepares_them(folder):
         kind = f"image/{path.suffix[1:]}"
         served = decode(path.read_bytes(), kind, limits=LIMITS)
         np.testing.assert_array_equal(image, served[0])
-        assert size == (60 + 50 * int(path.stem)) ** 2
+        assert size == SIDES[int(path.stem)] ** 2
 
 
 def test_a_second_run_takes_what_the_first_prepared_until_something_changes(
