@@ -67,19 +67,20 @@ class Visit:
     expected: list = field(default_factory=list)
     """Parts of console errors that the test provokes."""
 
-    def at(self, x, y):
-        """Screen position of a point of the surface, in CSS pixels."""
+    def at(self, points):
+        """The positions on the screen of points of the surface, in CSS pixels."""
         box = self.page.locator("#paper").bounding_box()
-        return box["x"] + x * box["width"], box["y"] + y * box["height"]
+        return [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
 
     def draw(self, strokes):
         """Draw with the mouse."""
         mouse = self.page.mouse
-        for start, *rest in strokes:
-            mouse.move(*self.at(*start))
+        for stroke in strokes:
+            start, *rest = self.at(stroke)
+            mouse.move(*start)
             mouse.down()
             for point in rest:
-                mouse.move(*self.at(*point), steps=2)
+                mouse.move(*point)
             mouse.up()
 
     def until(self, name, condition):

@@ -157,12 +157,13 @@ def test_a_stroke_that_is_undone_while_it_is_drawn_is_not_continued(service, vis
     image = "document.getElementById('paper').toDataURL()"
     before = page.evaluate(image)
     mouse = page.mouse
-    mouse.move(*page.at(0.2, 0.2))
+    start, then, last = page.at([(0.2, 0.2), (0.3, 0.3), (0.8, 0.3)])
+    mouse.move(*start)
     mouse.down()
-    mouse.move(*page.at(0.3, 0.3))
+    mouse.move(*then)
     assert page.evaluate(image) != before
     page.keyboard.press("Control+z")
-    mouse.move(*page.at(0.8, 0.3))
+    mouse.move(*last)
     mouse.up()
     assert page.evaluate(image) == before
 
@@ -295,10 +296,11 @@ def test_a_finger_draws_and_does_not_scroll(service, visit):
 
     page.locator("#paper").scroll_into_view_if_needed()
     before = page.evaluate("scrollY")
-    for start, *rest in STROKES[4]:
-        touch("touchStart", dict(zip("xy", page.at(*start), strict=True)))
+    for stroke in STROKES[4]:
+        start, *rest = (dict(zip("xy", point, strict=True)) for point in page.at(stroke))
+        touch("touchStart", start)
         for point in rest:
-            touch("touchMove", dict(zip("xy", page.at(*point), strict=True)))
+            touch("touchMove", point)
         touch("touchEnd")
     page.reads("4,")
     assert page.evaluate("scrollY") == before
