@@ -23,7 +23,7 @@ from lenet.weightfile import Training, WeightFile
 from trainer.calibration import cooled, limit_reached, temperature
 from trainer.checkpoint import Checkpoint, Epoch, best_epoch
 from trainer.datasets import class_names, load, summary
-from trainer.devices import check, check_classes, choose, on_devices, unavailable
+from trainer.devices import check, check_classes, choose, number_of, on_devices, unavailable
 from trainer.download import obtain
 from trainer.errors import (
     DatasetUnavailable,
@@ -188,7 +188,7 @@ def fit(settings: Fit) -> None:
     assert exported.logits is not None, "bug: exported without a test"
     parameters = sum(tensor.size for tensor in exported.weights.tensors.values())
     run.write_summary(
-        evaluate(exported.logits, dataset.test.labels),
+        evaluate(exported.logits, dataset.test.labels, dataset.test.files),
         labels=names,
         parameters=parameters,
         temperature=divisor,
@@ -396,7 +396,7 @@ def evaluate_file(settings: Evaluate) -> None:
     weights = WeightFile.read(settings.weights)
     digits, which = images_of(settings, weights, print)
     device: Literal["cpu", "cuda"] = "cuda" if unavailable(settings.device) is None else "cpu"
-    target = Target(device, precision=SERVED[settings.precision])
+    target = Target(device, number_of(settings.device), SERVED[settings.precision])
     found = measured(settings, weights, digits, which, target)
     print("\n".join(text(found)))
     if settings.json_ is not None:

@@ -17,7 +17,7 @@ import hashlib
 import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -56,9 +56,11 @@ class Found:
     def all(self) -> Digits:
         """The images of all parts."""
         parts = list(self.parts.values())
+        files = [part.files for part in parts if part.files is not None]
         return Digits(
             np.concatenate([part.images for part in parts]),
             np.concatenate([part.labels for part in parts]),
+            np.concatenate(files) if len(files) == len(parts) else None,
         )
 
 
@@ -272,9 +274,9 @@ def _read_pictures(
             f"{folder}: has no folder {absent[0]}, expected one for each class: {listed}"
         )
     present = [name for name in names if name in there]
-    images, numbers, pixels = read_pictures(folder, present, report)
-    labels = np.array([names.index(name) for name in present], np.uint8)[numbers]
-    return Digits(images, labels), pixels
+    digits, pixels = read_pictures(folder, present, report)
+    numbers = np.array([names.index(name) for name in present], np.uint8)
+    return replace(digits, labels=numbers[digits.labels]), pixels
 
 
 # Files of arrays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ def images_of(
             f"{path}: has no part {part}, expected one of {', '.join(found.parts)}, or all"
         )
     numbers = np.array([names.index(name) for name in given], np.uint8)
-    return Digits(digits.images, numbers[digits.labels]), which
+    return replace(digits, labels=numbers[digits.labels]), which
 
 
 def logits_of(weights: WeightFile, images: Images, target: Target) -> NDArray[np.float32]:
@@ -98,7 +98,8 @@ def measured(
     settings: Evaluate, weights: WeightFile, digits: Digits, which: str, target: Target
 ) -> dict[str, Any]:
     """What `weights` make of `digits`: an `Evaluation` with what it belongs to, for JSON."""
-    result = evaluate(logits_of(weights, digits.images, target), digits.labels)
+    logits = logits_of(weights, digits.images, target)
+    result = evaluate(logits, digits.labels, digits.files)
     count, right = len(digits), int(np.trace(result.confusion))
     return {
         "weights": str(settings.weights),
@@ -150,10 +151,9 @@ def text(found: Mapping[str, Any]) -> Iterator[str]:
                 yield f"  {names[true]} is taken for {names[predicted]}: {count} times"
     if found["worst"]:
         yield "most confident mistakes:"
-    for image, true, predicted, confidence in found["worst"][:_MISTAKES]:
-        yield (
-            f"  image {image}: {names[true]} is taken for {names[predicted]}, with {confidence:.1%}"
-        )
+    for number, (image, true, predicted, confidence) in enumerate(found["worst"][:_MISTAKES]):
+        of = found["worst_files"][number] if found["worst_files"] else f"image {image}"
+        yield f"  {of}: {names[true]} is taken for {names[predicted]}, with {confidence:.1%}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

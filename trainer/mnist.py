@@ -105,13 +105,22 @@ FILES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Digits:
-    """`images` uint8 (n, 28, 28), ink high; `labels` uint8 (n,), the numbers of classes."""
+    """`images` uint8 (n, 28, 28), ink high; `labels` uint8 (n,), the numbers of classes.
+
+    `files`: the picture that each image was made of, None where images were not made of pictures.
+    """
 
     images: Images
     labels: NDArray[np.uint8]
+    files: NDArray[np.str_] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def __getitem__(self, chosen: NDArray[np.bool_] | NDArray[np.intp] | slice) -> Digits:
+        """Some of the images, with their labels and files."""
+        files = None if self.files is None else self.files[chosen]
+        return Digits(self.images[chosen], self.labels[chosen], files)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,17 +157,17 @@ class Dataset:
                     f"--validation-images is {count}; remove it"
                 )
             return self.train, self.validation
-        images, labels = self.train.images, self.train.labels
+        labels, images = self.train.labels, len(self.train)
         classes = len(np.unique(labels))
-        count = count or max(classes, min(MOST_HELD_OUT, len(images) // 10))
-        rest = len(images) - count
+        count = count or max(classes, min(MOST_HELD_OUT, images // 10))
+        rest = images - count
         if rest < 1:
             raise InvalidDataset(
-                f"the training set has {len(images)} images, expected more than the {count} held "
+                f"the training set has {images} images, expected more than the {count} held "
                 "out for validation; lower --validation-images"
             )
         if self.sha256 == _SHA256 and len(np.unique(labels[rest:])) == classes:
-            return Digits(images[:rest], labels[:rest]), Digits(images[rest:], labels[rest:])
+            return self.train[:rest], self.train[rest:]
         return divided(self.train, count, self.names, "the training set")
 
 
@@ -200,10 +209,7 @@ def divided(digits: Digits, count: int, names: Sequence[str], where: str) -> tup
             f"{where}: no image of the class {names[lost[0]]} would be left to train on, expected "
             "more images of it that differ from those of other classes"
         )
-    return (
-        Digits(digits.images[~held], labels[~held]),
-        Digits(digits.images[held], labels[held]),
-    )
+    return digits[~held], digits[held]
 
 
 _REPEATED = ("", " that is repeated")

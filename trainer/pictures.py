@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from lenet.files import write_atomically
 from lenet.pixels import HEIGHT, WIDTH, Images
 from trainer.errors import InvalidDataset
+from trainer.mnist import Digits
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 
@@ -66,8 +67,8 @@ def class_folders(folder: Path) -> list[str]:
 
 def read_pictures(
     folder: Path, classes: Sequence[str], report: Callable[[str], None]
-) -> tuple[Images, NDArray[np.uint8], NDArray[np.int64]]:
-    """The pictures of `folder/CLASS`: their images, numbers of classes, and sizes in pixels.
+) -> tuple[Digits, NDArray[np.int64]]:
+    """The pictures of `folder/CLASS`, labelled by the numbers of `classes`; their sizes in pixels.
 
     They come in the order of classes and names. `report` is called with a line where they are
     prepared, not taken from the cache, and where the cache cannot be written.
@@ -79,10 +80,11 @@ def read_pictures(
     listed = [_listing(folder, name) for name in classes]
     files = [file for of_class in listed for file in of_class]
     labels = np.repeat(np.arange(len(classes), dtype=np.uint8), [len(one) for one in listed])
+    paths = np.array([str(folder / file.name) for file in files])
     key = _key(files)
     cache = _cache_folder() / f"{sha256(str(folder.resolve()).encode()).hexdigest()[:16]}.npz"
     if (kept := _kept(cache, key, len(files))) is not None:
-        return kept[0], labels, kept[1]
+        return Digits(kept[0], labels, paths), kept[1]
     report(f"{folder}: preparing {len(files)} pictures")
     images, pixels, refused = _prepared(folder, files, report)
     try:
@@ -105,7 +107,7 @@ def read_pictures(
         report(
             f"{cache}: not written ({exc.strerror}), so the next run prepares the pictures again"
         )
-    return images, labels, pixels
+    return Digits(images, labels, paths), pixels
 
 
 def _listing(folder: Path, name: str) -> list[_Listed]:

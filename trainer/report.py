@@ -125,8 +125,8 @@ def compared(one: FinishedRun, other: FinishedRun) -> list[tuple[str, ...]]:
         times = (summary["phases"].get(phase, 0.0) for summary in summaries)
         rows.append((f"seconds of {phase}", *(f"{seconds:.2f}" for seconds in times)))
     if summaries[0]["labels"] == summaries[1]["labels"]:
-        for number, name in enumerate(summaries[0]["labels"]):
-            recalls = (summary["recall"][number] for summary in summaries)
+        columns = (summary["recall"] for summary in summaries)
+        for name, *recalls in zip(summaries[0]["labels"], *columns, strict=False):
             rows.append((f"recall of {name}", *(f"{recall:.2%}" for recall in recalls)))
     return rows
 
@@ -167,7 +167,7 @@ def _results(summary: Mapping[str, Any], images: Images, names: Sequence[str]) -
         ),
         _section(
             f"The {len(summary['worst'])} most confident mistakes",
-            _mistakes(summary["worst"], images, names),
+            _mistakes(summary, images, names),
         ),
     )
 
@@ -238,16 +238,16 @@ def _classes(summary: Mapping[str, Any], names: Sequence[str]) -> str:
     )
 
 
-def _mistakes(
-    worst: Sequence[tuple[int, int, int, float]], images: Images, names: Sequence[str]
-) -> str:
+def _mistakes(summary: Mapping[str, Any], images: Images, names: Sequence[str]) -> str:
+    worst = summary["worst"]
     if not worst:
         return "<p>None.</p>"
+    files = summary["worst_files"] or [f"image {image}" for image, *_ in worst]
     figures = (
         f"<figure><img alt='' src='{_png(255 - images[image])}'><figcaption>"
         f"{escape(names[true])}, taken for {escape(names[predicted])} with {confidence:.1%}"
-        f"<br>image {image}</figcaption></figure>"
-        for image, true, predicted, confidence in worst
+        f"<br>{escape(file)}</figcaption></figure>"
+        for (image, true, predicted, confidence), file in zip(worst, files, strict=True)
     )
     return f"<div class='mistakes'>{''.join(figures)}</div>"
 

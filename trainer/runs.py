@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from lenet import distribution_version
 from lenet.files import naming
@@ -47,7 +49,8 @@ class Evaluation:
     `confusion[i][j]` counts images of class i that are taken for j. `calibration`: for each tenth
     of confidence [mean confidence, accuracy, images], empty ones left out. `calibration_error`: the
     mean difference of the two, weighted by images. `worst`: [image, true class, predicted class,
-    confidence] of mistakes, the most confident first.
+    confidence] of mistakes, the most confident first. `worst_files`: the pictures of these, where
+    images were made of pictures.
     """
 
     accuracy: float
@@ -58,10 +61,13 @@ class Evaluation:
     confusion: list[list[int]]
     calibration: list[tuple[float, float, int]]
     worst: list[tuple[int, int, int, float]]
+    worst_files: list[str]
 
 
-def evaluate(logits: NDArray[Any], labels: NDArray[np.uint8]) -> Evaluation:
-    """The evaluation of logits (n, classes) by the true labels (n,).
+def evaluate(
+    logits: NDArray[Any], labels: NDArray[np.uint8], files: NDArray[np.str_] | None = None
+) -> Evaluation:
+    """The evaluation of logits (n, classes) by the true labels (n,); `files` are the pictures.
 
     Source of the calibration error: Guo et al. 2017, "On Calibration of Modern Neural Networks".
     """
@@ -91,6 +97,7 @@ def evaluate(logits: NDArray[Any], labels: NDArray[np.uint8]) -> Evaluation:
         confusion=confusion.tolist(),
         calibration=calibration,
         worst=[(int(i), int(labels[i]), int(predicted[i]), float(confidence[i])) for i in wrong],
+        worst_files=[] if files is None else files[wrong].tolist(),
     )
 
 
@@ -157,6 +164,36 @@ class RunFolder:
             (self.path / name).write_text(text, encoding="utf-8")
 
 
+class _Settings(TypedDict):
+    recipe: dict[str, Any]
+    dataset_sha256: str
+    device: str
+
+
+class _Epoch(TypedDict):
+    loss: float
+    accuracy: float
+    validation_accuracy: float
+
+
+class _Summary(TypedDict):
+    accuracy: float
+    loss: float
+    calibration_error: float
+    parameters: int
+    phases: dict[str, float]
+    labels: list[str]
+    recall: list[float]
+
+
+_REQUIRED: dict[str, TypeAdapter[Any]] = {
+    SETTINGS: TypeAdapter(_Settings),
+    METRICS: TypeAdapter(Annotated[list[_Epoch], Field(min_length=1)]),
+    SUMMARY: TypeAdapter(_Summary),
+}
+"""What `compare` needs of each file, whichever version wrote it."""
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
     """The run in a folder."""
@@ -176,12 +213,13 @@ def read_run(path: Path) -> FinishedRun:
     """
     if not path.is_dir():
         raise InvalidRun(f"{path}: no such folder; expected that of a run, as RUNS/TIME-MODEL")
+    found: dict[str, Any] = {}
     try:
-        settings, summary = (
-            json.loads((path / name).read_text(encoding="utf-8")) for name in (SETTINGS, SUMMARY)
-        )
-        lines = (path / METRICS).read_text(encoding="utf-8").splitlines()
-        epochs = [json.loads(line) for line in lines]
+        for name in (SETTINGS, SUMMARY, METRICS):
+            text = (path / name).read_text(encoding="utf-8")
+            lines = text.splitlines() if name == METRICS else None
+            found[name] = json.loads(text) if lines is None else [json.loads(one) for one in lines]
+            _REQUIRED[name].validate_python(found[name])
     except FileNotFoundError as exc:
         name = Path(exc.filename).name
         problem = (
@@ -190,6 +228,12 @@ def read_run(path: Path) -> FinishedRun:
             else "the run was interrupted, or has not ended yet"
         )
         raise InvalidRun(f"{path}: has no {name}: {problem}") from exc
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        raise InvalidRun(
+            f"{path / name}: {where}{first['msg']}; expected the file that fit wrote"
+        ) from exc
     except ValueError as exc:
-        raise InvalidRun(f"{path}: a file of it is not JSON ({exc})") from exc
-    return FinishedRun(path, settings, epochs, summary)
+        raise InvalidRun(f"{path / name}: not JSON ({exc}), expected what fit wrote") from exc
+    return FinishedRun(path, found[SETTINGS], found[METRICS], found[SUMMARY])

@@ -131,6 +131,8 @@ def _command(settings: Search) -> str:
 
 
 def _check(settings: Search) -> None:
+    if not settings.over:
+        raise InvalidSettings(f"--over names none of {','.join((*_RANGES, *_CHOICES))}")
     for name in settings.over:
         value: Any = getattr(settings, name, None)
         flag = f"--{name.replace('_', '-')}"

@@ -14,15 +14,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from lenet.cuda.graphs import ConvolutionsBy
 
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 Precision: TypeAlias = Literal["fp32", "tf32", "mixed"]
 Schedule: TypeAlias = Literal["one-cycle", "step"]
+
+
+def _is_device(device: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+        raise ValueError("expected auto, cpu, cuda, or cuda:N for GPU number N")
+    return device
+
+
+Device: TypeAlias = Annotated[str, AfterValidator(_is_device)]
 
 MNIST_FOLDER = Path("data/mnist")
 """The default of --data, and the only folder that MNIST is downloaded to."""
@@ -135,7 +143,7 @@ class Recipe(_Command):
     same share of each class; 0 means a tenth, at most 5000. Data with validation images of its own
     is not divided."""
 
-    device: str = "auto"
+    device: Device = "auto"
     """Device to train on: cpu, cuda, cuda:N for GPU number N, or auto, which takes a GPU if there
     is one. The last bits of the result depend on it."""
 
@@ -147,13 +155,6 @@ class Recipe(_Command):
     @classmethod
     def _split(cls, names: object) -> object:
         return tuple(filter(None, names.split(","))) if isinstance(names, str) else names
-
-    @field_validator("device")
-    @classmethod
-    def _check_device(cls, device: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
-            raise ValueError("expected auto, cpu, cuda, or cuda:N for GPU number N")
-        return device
 
     @field_validator("batch")
     @classmethod
@@ -429,7 +430,8 @@ class Evaluate(_Command):
     file was trained on this data, else all."""
 
     device: Device = "auto"
-    """Device to compute on: auto takes a GPU if there is one."""
+    """Device to compute on: cpu, cuda, cuda:N for GPU number N, or auto, which takes a GPU if there
+    is one."""
 
     precision: Precision = "mixed"
     """Arithmetic of the GPU: float32, products rounded to TF32, or float16 values."""
@@ -462,5 +464,5 @@ class Inspect(_Command):
     batch: int = Field(256, ge=2, le=60_000)
     """Images in the step."""
 
-    device: Device = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure on: without a GPU, or with cpu, the table has no engines and no times."""

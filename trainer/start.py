@@ -39,7 +39,7 @@ def read_model(name: str, classes: int) -> Model:
             28 x 28 pixels and so many classes.
     """
     if not name.endswith(".json"):
-        return named(name).with_classes(classes)
+        return _architecture(name).with_classes(classes)
     return _described(name, classes, Model.from_json, lambda model: model)
 
 
@@ -51,8 +51,17 @@ def read_described(name: str, classes: int) -> Source:
         InvalidImport: the padding has no symmetric equivalent.
     """
     if not name.endswith(".json"):
-        return Source(named(name).with_classes(classes), {})
+        return Source(_architecture(name).with_classes(classes), {})
     return _described(name, classes, read_source, lambda source: source.model)
+
+
+def _architecture(name: str) -> Model:
+    if name not in ARCHITECTURES:
+        raise InvalidModel(
+            f"--model is {name!r}, expected {', '.join(ARCHITECTURES)}, or FILE.json that "
+            "describes another"
+        )
+    return ARCHITECTURES[name]
 
 
 def _described(

@@ -114,6 +114,23 @@ def test_pictures_are_matched_by_the_names_of_their_folders(templates, digits, t
     assert [sum(row) for row in found["confusion"]] == [0, 0, 3, 0, 0, 0, 0, 4, 0, 0]
 
 
+@pytest.mark.process  # draws figures
+def test_a_mistake_is_named_by_its_picture(templates, digits, tmp_path, capsys):
+    some, folder = digits(60, 1), tmp_path / "pictures"
+    for part, label, count in (("train", 2, 1), ("test", 2, 2), ("test", 7, 3)):
+        few = some.images[some.labels == label][:count]
+        write_pictures(folder / part, Digits(few, np.full(count, label, np.uint8)), NAMES)
+    page = tmp_path / "report.html"
+    # A picture of a bar is scaled to 20 pixels, and no longer where the network looks for it.
+    found = evaluated(templates(), folder, tmp_path, "--part", "all", "--out", page)
+    assert sorted(found["worst_files"]) == sorted(map(str, folder.glob("*/*/*.png")))
+    said, shown = capsys.readouterr().out, page.read_text()
+    for file, (_, true, *_) in zip(found["worst_files"], found["worst"], strict=True):
+        assert Path(file).parent.name == NAMES[true]
+        assert f"  {file}: {NAMES[true]} is taken for " in said
+        assert f"<br>{file}</figcaption>" in shown
+
+
 def test_of_data_without_test_images_those_that_fit_set_aside_are_taken(
     templates, digits, tmp_path, capsys
 ):

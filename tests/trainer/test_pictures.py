@@ -51,10 +51,11 @@ def folder(digits, tmp_path):
 def test_pictures_are_prepared_as_the_service_prepares_them(folder):
     classes = class_folders(folder)
     assert classes == ["1", "2", "10"]
-    images, labels, pixels = read_pictures(folder, classes, print)
-    assert labels.tolist() == [0, 0, 1, 1, 2, 2]
+    digits, pixels = read_pictures(folder, classes, print)
+    assert digits.labels.tolist() == [0, 0, 1, 1, 2, 2]
     paths = [path for name in classes for path in sorted((folder / name).glob("[0-9]*"))]
-    for image, path, size in zip(images, paths, pixels, strict=True):
+    assert digits.files.tolist() == [str(path) for path in paths]
+    for image, path, size in zip(digits.images, paths, pixels, strict=True):
         kind = f"image/{path.suffix[1:]}"
         served = decode(path.read_bytes(), kind, limits=LIMITS)
         np.testing.assert_array_equal(image, served[0])
@@ -69,8 +70,10 @@ def test_a_second_run_takes_what_the_first_prepared_until_something_changes(
     assert lines == [f"{folder}: preparing 6 pictures"]
     with monkeypatch.context() as patch:
         patch.setattr("service.pictures.picture.prepare", None)
-        for array, kept in zip(first, read_pictures(folder, classes, lines.append), strict=True):
-            np.testing.assert_array_equal(array, kept)
+        digits, pixels = read_pictures(folder, classes, lines.append)
+        np.testing.assert_array_equal(digits.images, first[0].images)
+        assert digits.files.tolist() == first[0].files.tolist()
+        np.testing.assert_array_equal(pixels, first[1])
     assert len(lines) == 1
 
     def touched():
@@ -96,9 +99,9 @@ def test_a_second_run_takes_what_the_first_prepared_until_something_changes(
     for change in (touched, damaged, emptied, renamed, prepared_otherwise):
         lines.clear()
         change()
-        again = read_pictures(folder, classes, lines.append)
+        again, _ = read_pictures(folder, classes, lines.append)
         assert lines == [f"{folder}: preparing 6 pictures"], change.__name__
-        np.testing.assert_array_equal(again[0], first[0])
+        np.testing.assert_array_equal(again.images, first[0].images)
         read_pictures(folder, classes, lines.append)
         assert len(lines) == 1, change.__name__
     assert len(list(cache.iterdir())) == 1
@@ -117,8 +120,8 @@ def test_a_cache_on_a_full_disk_is_said_and_leaves_nothing(folder, cache, monkey
 
     monkeypatch.setattr("lenet.files.os.fsync", full)
     lines = []
-    images, _, _ = read_pictures(folder, class_folders(folder), lines.append)
-    assert len(images) == 6
+    found, _ = read_pictures(folder, class_folders(folder), lines.append)
+    assert len(found) == 6
     (file,) = [line for line in lines if "not written" in line]
     assert file.endswith(
         "not written (No space left on device), so the next run prepares the pictures again"

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import re
 
 import numpy as np
@@ -10,7 +11,6 @@ from PIL import Image
 
 from trainer import commands
 from trainer.commands import run
-from trainer.errors import InvalidRun
 from trainer.runs import read_run
 
 pytestmark = pytest.mark.process  # trains and draws figures
@@ -102,10 +102,48 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert refusal(tmp_path) == (
         f"{tmp_path}: has no settings.json: it is not the folder of a run\n"
     )
-    (tmp_path / "settings.json").write_text("{")
-    with pytest.raises(InvalidRun, match="is not JSON"):
-        read_run(tmp_path)
-    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / "settings.json").write_text(RUN["settings.json"])
     assert refusal(tmp_path) == (
         f"{tmp_path}: has no summary.json: the run was interrupted, or has not ended yet\n"
     )
+
+
+RUN = {
+    "settings.json": json.dumps({"recipe": {}, "dataset_sha256": "", "device": "cpu"}),
+    "metrics.jsonl": json.dumps({"loss": 1.0, "accuracy": 0.5, "validation_accuracy": 0.5}),
+    "summary.json": json.dumps(
+        {
+            "accuracy": 0.5,
+            "loss": 1.0,
+            "calibration_error": 0.1,
+            "parameters": 10,
+            "phases": {},
+            "labels": ["a", "b"],
+            "recall": [0.5, 0.5],
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("settings.json", "{", "not JSON (Expecting property name"),
+        ("settings.json", "[]", "Input should be a valid dictionary; expected the file that fit"),
+        ("settings.json", '{"device": "cpu"}', "recipe: Field required; expected the file that"),
+        ("summary.json", "{}", "accuracy: Field required"),
+        ("metrics.jsonl", "", "List should have at least 1 item"),
+        ("metrics.jsonl", '{"loss": 1}', "0: accuracy: Field required"),
+        ("metrics.jsonl", "\xff", "not JSON ('utf-8' codec can't decode"),
+    ],
+)
+def test_a_damaged_run_is_refused_by_the_name_of_its_file(name, content, problem, tmp_path, capsys):
+    def compare():
+        return run(["compare", str(tmp_path), str(tmp_path)], {})
+
+    for file, text in RUN.items():
+        (tmp_path / file).write_text(text)
+    assert compare() == 0
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    assert compare() == 6
+    assert capsys.readouterr().err.startswith(f"{tmp_path / name}: {problem}")

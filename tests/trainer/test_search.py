@@ -95,6 +95,7 @@ def test_a_recipe_that_diverges_is_a_trial_without_a_result(tmp_path, without_te
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"over": ()}, "--over names none of rate,momentum,"),
         ({"over": ("epochs",)}, "--over names epochs, expected some of rate,"),
         ({"rate": 5.0}, "--rate is 5.0, expected 0.01 to 2, the range of the search"),
         ({"over": ("batch",), "batch": 99}, "--batch is 99, expected one of 64, 128, 256, "),
