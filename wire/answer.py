@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 import orjson
 
-from wire.errors import Refusal, Unauthorized, Unavailable
+from wire.errors import Refusal, StatusCode, Unauthorized, Unavailable
 from wire.ids import Ids
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ class Answer:
     headers: bytes = b""
     rest: Sequence[bytes] = ()
     """The pieces of a large body that follow `body`; each is written in a turn of its own."""
+    call: StatusCode | None = None
+    """How a call of gRPC-Web or Connect ended, for the access log."""
 
     @property
     def content(self) -> bytes:

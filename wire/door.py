@@ -23,6 +23,7 @@ from wire.http2_head import Http2Head, Methods
 from wire.streams import Places
 from wire.tls import ServedCertificate
 from wire.turns import SingleSteps, Turns
+from wire.web import WebRoute
 
 _log = logging.getLogger(__name__)
 
@@ -71,11 +72,16 @@ class HttpService:
         clock: Callable[[], float] = time.time,
         return_memory: Callable[[], None] = lambda: None,
     ) -> None:
-        self.routes = routes
         self.methods = methods or {}
         """Methods of gRPC by path."""
         self.budget = budget
         self.gate = gate or Gate()
+        web = {
+            (b"POST", path): WebRoute(method, self.gate, budget)
+            for path, method in self.methods.items()
+        }
+        self.gate.methods = web.keys()
+        self.routes: FastRoutes = {**web, **routes}
         self.access = access
         self.certificate = certificate
         self.scheme = "http" if certificate is None else "https"
@@ -85,7 +91,7 @@ class HttpService:
         self.keep_alive_s = keep_alive_s
         self.write_timeout_s = write_timeout_s
         self.max_connection_age_s = max_connection_age_s
-        self.heads = Heads(routes, self.gate, self.scheme.encode(), max_header_bytes)
+        self.heads = Heads(self.routes, self.gate, self.scheme.encode(), max_header_bytes)
         """Known heads of requests over HTTP/1.1."""
         self.block_cache: dict[bytes, Http2Head] = {}
         """Heads of HTTP/2 requests by header block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
@@ -11,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wire.answer import FAILURES, Answer, log_failure
-from wire.errors import Refusal, TooLarge
+from wire.errors import Refusal, StatusCode, TooLarge
 from wire.head import FastCall, RequestHead
 from wire.ids import Ids
 from wire.listener import at
+
+_log = logging.getLogger(__name__)
 
 BUFFERED_BYTES = 64 * 1024
 """Bytes of a body that an application has not asked for before reading pauses; a larger body of a
@@ -126,6 +129,15 @@ class Exchange:
             if head is not None and head.method == b"HEAD":
                 size = 0
             self.log(status, size, self.request, self.writer.service.scheme)
+
+    def log_call(self, status: StatusCode, size: int) -> None:
+        """Log how a call of gRPC ended, and the ids of one that failed on our side."""
+        method, ids = self.head.path.rpartition(b"/")[2].decode("latin-1"), self.head.ids
+        if status is StatusCode.INTERNAL and ids:
+            found = method, status.name, ids
+            _log.error("%s was answered with %s: %s", *found, extra=ids.fields)
+        if self.writer.service.access is not None:
+            self.log(status.name, size, method, "grpc")
 
     def answer(self, answer: Answer) -> None:
         """Log and write a whole answer."""
@@ -239,12 +251,16 @@ class FastExchange(Exchange):
 
     def body_timeout_s(self) -> float:
         """A call has its own deadline; what is refused is only read to be dropped."""
-        return self.writer.service.header_timeout_s if self._call is None else math.inf
+        if self._call is None:
+            return self.writer.service.header_timeout_s
+        return float(getattr(self._call, "body_timeout_s", math.inf))  # gRPC-Web has one
 
     def _reply(self, answer: Answer) -> None:
         self._call = self._refusal = None
         writer = self.writer
-        if writer.service.access is not None or answer.status in FAILURES:
+        if answer.call is not None:
+            self.log_call(answer.call, len(answer.body))
+        elif writer.service.access is not None or answer.status in FAILURES:
             self.log_http(answer.status, sum(map(len, answer.rest), len(answer.body)))
         writer.answer(self, answer)
         if answer.rest:

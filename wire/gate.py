@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from wire.answer import Answer, error_answer
@@ -14,7 +14,11 @@ from wire.keys import Keys
 _log = logging.getLogger(__name__)
 
 _EXPOSED = ("x-request-id", "retry-after")
-_ALLOWED = ("accept", "authorization", "content-type", "traceparent", "x-request-id")
+_ALLOWED = (
+    *("accept", "authorization", "content-type", "traceparent", "x-request-id"),
+    *("connect-protocol-version", "connect-timeout-ms", "grpc-timeout", "x-grpc-web"),
+    "x-user-agent",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Gate:
 
     Attributes:
         single: names of the fields that a request may have once.
+        methods: methods and paths of HTTP whose routes check keys themselves.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Gate:
         policy: Policy = _NO_POLICY,
     ) -> None:
         self.policy = policy
+        self.methods: Container[tuple[bytes, bytes]] = ()
         self.single = frozenset(map(str.encode, ("authorization", "content-type", *policy.headers)))
         exposed, allowed = (
             ", ".join((*_EXPOSED, *policy.exposed)),
@@ -88,7 +94,8 @@ class Gate:
         """
         if method == b"OPTIONS" and "access-control-request-method" in headers and self._origins:
             return self._preflight  # which browsers send without keys
-        error = None if self.policy.is_open(path) else self.key_error(headers)
+        is_open = (method, path) in self.methods or self.policy.is_open(path)
+        error = None if is_open else self.key_error(headers)
         if error is None:
             return None
         self._refused(error)

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from wire.errors import (
     InvalidInput,
@@ -32,10 +32,15 @@ from wire.head import FastCall
 from wire.http2_fields import literals, status_field
 
 if TYPE_CHECKING:
+    from wire.budget import Budget
     from wire.http2_exchanges import Http2Exchanges
     from wire.http2_head import Http2Head
+    from wire.web import _WebCall
 
 _log = logging.getLogger(__name__)
+
+Caller: TypeAlias = "GrpcStream | _WebCall"
+"""Where the answers of a call go."""
 
 PREFIX_BYTES = 5
 
@@ -100,7 +105,7 @@ class Method:
     """
 
     read: Callable[[Mapping[str, str]], Any]
-    open: Callable[[Any, GrpcStream], Call]
+    open: Callable[[Any, Caller], Call]
     refused: Callable[[Refusal], None] = lambda _: None
     is_open: bool = False
     is_limited: bool = False
@@ -349,10 +354,15 @@ class GrpcStream(Exchange):
 
     # Output.
 
+    @property
+    def budget(self) -> Budget:
+        """Limits the memory of messages that arrive."""
+        return self.writer.service.budget
+
     def reply(self, message: bytes) -> None:
         """The whole answer of a call with one."""
         if not self.answered:
-            self.writer.http2.answer(self.stream, _BEGIN, _framed(message), _OK_BLOCK)
+            self.writer.http2.answer(self.stream, _BEGIN, framed(message), _OK_BLOCK)
             self._end(StatusCode.OK, len(message))
 
     def write(self, message: bytes) -> None:
@@ -363,7 +373,7 @@ class GrpcStream(Exchange):
             self._begun = True
             self.writer.http2.headers(self.stream, _BEGIN)
         self._sent_bytes += len(message)
-        self.writer.http2.write(self.stream, _framed(message))
+        self.writer.http2.write(self.stream, framed(message))
 
     def is_read(self) -> bool:
         """Whether the client takes what is written."""
@@ -395,16 +405,7 @@ class GrpcStream(Exchange):
             self._forget_inflater()
         if self.may_give_way:
             self.writer.places.endless_calls.pop(self, None)
-        ids = self.head.ids
-        if status is StatusCode.INTERNAL and ids:
-            found = self._method, status.name, ids
-            _log.error("%s was answered with %s: %s", *found, extra=ids.fields)
-        if self.writer.service.access is not None:
-            self.log(status.name, size, self._method, "grpc")
-
-    @property
-    def _method(self) -> str:
-        return self.head.path.rpartition(b"/")[2].decode("latin-1")
+        self.log_call(status, size)
 
     # Called by the connection.
 
@@ -437,7 +438,8 @@ class GrpcStream(Exchange):
             self.read_on()
 
 
-def _framed(message: bytes) -> bytes:
+def framed(message: bytes) -> bytes:
+    """A message with its prefix, not compressed."""
     return b"\0%b%b" % (len(message).to_bytes(4, "big"), message)
 
 

@@ -20,13 +20,17 @@ class Status:
     details: str = ""
     metadata: tuple[tuple[str, str], ...] = ()
 
-    def block(self) -> bytes:
-        """The header fields that say it."""
+    def fields(self) -> list[tuple[bytes, bytes]]:
+        """The fields of the trailers that say it."""
         fields = [(b"grpc-status", b"%d" % self.code)]
         if self.details:
             fields.append((b"grpc-message", _percent_encoded(self.details)))
         fields += [(name.encode(), value.encode()) for name, value in self.metadata]
-        return literals(fields)
+        return fields
+
+    def block(self) -> bytes:
+        """The header block of these fields over HTTP/2."""
+        return literals(self.fields())
 
 
 OK = Status(StatusCode.OK)

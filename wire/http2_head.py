@@ -74,8 +74,9 @@ class Http2Head(RequestHead):
         self._target_bytes, self._led_by = len(target), (routes, methods, gate)
         named = _named(self.headers)
         self.expects_continue = named.get("expect", "").lower() == "100-continue"
-        self.is_grpc = self.method == b"POST" and named.get("content-type", "").startswith(
-            "application/grpc"
+        kind = named.get("content-type", "")
+        self.is_grpc = self.method == b"POST" and (
+            kind.startswith("application/grpc") and not kind.startswith("application/grpc-web")
         )
         self._lead(named)
         self.once = self.expects_continue or bool(self.ids) or self.answer is not None

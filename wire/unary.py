@@ -8,7 +8,7 @@ from functools import partial
 
 from wire.budget import SMALL_BYTES
 from wire.errors import INTERNAL, BodyTimeout, InvalidInput, Refusal
-from wire.grpc import GrpcStream, Method
+from wire.grpc import Caller, Method
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ class _Unary:
         answer: Callable[[bytes], bytes],
         max_bytes: int,
         _options: object,
-        exchange: GrpcStream,
+        exchange: Caller,
     ) -> None:
         self._answer, self._max_bytes, self._exchange = answer, max_bytes, exchange
-        self._budget = exchange.writer.service.budget
+        self._budget = exchange.budget
         self._body = bytearray()
         self._announced_bytes = 0
         self._has_begun = self._is_watched = self._has_ended = False

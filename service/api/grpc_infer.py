@@ -19,7 +19,7 @@ from service.forms.oip_proto import OipProtoForm
 from service.observe.traces import Operation, grpc_operation, parent_of
 from service.request import Request, Requests, TimesS, Wanted
 from wire.errors import Refusal
-from wire.grpc import Call, GrpcStream, Method, timeout_s_of
+from wire.grpc import Call, Caller, Method, timeout_s_of
 from wire.grpc_status import OK, Status
 from wire.head import FastCall
 from wire.ids import Ids
@@ -50,7 +50,7 @@ def infer_methods(requests: Requests) -> dict[str, Method]:
         parent = parent_of(Ids.read(headers).trace, headers.get("tracestate", ""))
         return Wanted(form, limit_s, operation, parent)
 
-    def method(name: str, open_call: Callable[[Requests, Wanted, GrpcStream], Call]) -> Method:
+    def method(name: str, open_call: Callable[[Requests, Wanted, Caller], Call]) -> Method:
         reading = partial(read, grpc_operation(f"{SERVICE}/{name}"))
         return Method(reading, partial(open_call, requests), requests.refused, is_limited=True)
 
@@ -68,7 +68,7 @@ class _Single(Request):
     body_timeout_s = math.inf
     is_ahead = False
 
-    def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcStream) -> None:
+    def __init__(self, requests: Requests, wanted: Wanted, exchange: Caller) -> None:
         Request.__init__(self, requests, wanted, exchange)
         self._received = False
 
@@ -134,7 +134,7 @@ class _Stream:
 
     body_timeout_s = math.inf
 
-    def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcStream) -> None:
+    def __init__(self, requests: Requests, wanted: Wanted, exchange: Caller) -> None:
         self._requests, self._exchange = requests, exchange
         self._wanted = replace(wanted, timeout_s=requests.timeout_s)
         self._open: deque[_Streamed] = deque()

@@ -32,7 +32,7 @@ from service.errors import DeadlineExceeded, InvalidInput, UnknownModel, invalid
 from service.forms import open_inference_pb2 as pb
 from service.request import Requests
 from wire.errors import INTERNAL, BodyTimeout, Refusal
-from wire.grpc import GrpcStream, Method, timeout_s_of
+from wire.grpc import Caller, Method, timeout_s_of
 from wire.head import FastCall
 from wire.keys import Keys
 
@@ -225,7 +225,7 @@ class _SmallCall:
         is_stream: bool,
         tasks: set[asyncio.Task[None]],
         timeout_s: float | None,
-        exchange: GrpcStream,
+        exchange: Caller,
     ) -> None:
         self._answer, self._kind, self._is_stream = answer, kind, is_stream
         self._name, self._exchange = kind.DESCRIPTOR.name, exchange

@@ -15,6 +15,7 @@ import grpc
 import httpx
 import numpy as np
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from PIL import Image
 
 from service.forms import open_inference_pb2 as pb
@@ -103,7 +104,7 @@ async def test_grpclib(serving):
     check(outcomes)
 
 
-def call_all(command, serving, tmp_path, **variables):
+def call_all(command, serving, tmp_path, port=0, descriptors=b"", **variables):
     """Let a program make CALLS and check what it prints."""
     path = tmp_path / "calls.json"
     calls = [
@@ -114,8 +115,10 @@ def call_all(command, serving, tmp_path, **variables):
         }
         for method, message, timeout_s in CALLS
     ]
+    if descriptors:
+        calls = {"calls": calls, "descriptors": base64.b64encode(descriptors).decode()}
     path.write_text(json.dumps(calls))
-    line = [*command, f"127.0.0.1:{serving.grpc_port}", str(path)]
+    line = [*command, f"127.0.0.1:{port or serving.grpc_port}", str(path)]
     outcomes = json.loads(run(line, env={**os.environ, **variables}))
     replies = [base64.b64decode(one["reply"] or "") for one in outcomes]
     check(
@@ -132,12 +135,33 @@ def run(line, **options):
     return done.stdout
 
 
-def test_grpc_js(serving, tmp_path):
+def node_with(*packages):
+    """The path of Node, where it finds the packages; else the test is skipped."""
     node = shutil.which("node") or pytest.skip("node is not installed")
-    find = [node, "-e", "require.resolve('@grpc/grpc-js')"]
-    if subprocess.run(find, capture_output=True, check=False).returncode:
-        pytest.skip("node finds no @grpc/grpc-js: npm install it and name its folder in NODE_PATH")
-    call_all((node, str(HERE / "client.js")), serving, tmp_path)
+    for package in packages:
+        find = [node, "-e", f"require.resolve('{package}')"]
+        if subprocess.run(find, capture_output=True, check=False).returncode:
+            pytest.skip(f"node finds no {package}: npm install it and name its folder in NODE_PATH")
+    return node
+
+
+def test_grpc_js(serving, tmp_path):
+    call_all((node_with("@grpc/grpc-js"), str(HERE / "client.js")), serving, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "packages"),
+    [
+        ("connect", ("@bufbuild/protobuf", "@connectrpc/connect", "@connectrpc/connect-web")),
+        ("grpc-web", ("@bufbuild/protobuf", "@connectrpc/connect", "@connectrpc/connect-web")),
+        ("grpc-web of Google", ("grpc-web", "xhr2")),
+    ],
+)
+def test_clients_of_browsers(serving, tmp_path, protocol, packages):
+    command = (node_with(*packages), str(HERE / "web.js"), protocol)
+    files = FileDescriptorSet()
+    pb.DESCRIPTOR.CopyToProto(files.file.add())
+    call_all(command, serving, tmp_path, serving.port, files.SerializeToString())
 
 
 def test_grpc_go(serving, tmp_path):

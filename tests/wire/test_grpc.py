@@ -441,7 +441,7 @@ HEADS = [
     ((), kind(b"application/grpc+proto"), "a call"),
     ((), kind(b"application/grpc;charset=utf-8"), "a call"),
     ((), kind(b"application/grpc+json"), NO_KIND % "application/grpc+json"),
-    ((), kind(b"application/grpc-web"), NO_KIND % "application/grpc-web"),
+    ((), kind(b"application/grpc-web"), "a plain request"),
     ((), kind(b"application/json"), "a plain request"),
     ((), kind(None), "a plain request"),
     ((), {"method": b"GET"}, "a plain request"),

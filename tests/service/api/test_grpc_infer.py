@@ -81,6 +81,51 @@ async def test_a_compressed_message_is_limited_by_its_size_decompressed(
     assert found.raw_output_contents == expected.raw_output_contents
 
 
+@pytest.mark.parametrize("kind", ["application/grpc-web+proto", "application/proto"])
+async def test_a_page_of_a_browser_gets_the_answers_of_grpc(open_grpc, raw_request, images, kind):
+    headers = {"content-type": kind, "x-request-id": "mine", "origin": "https://a.test"}
+
+    def parts(body):
+        """The message, and the rest: trailers."""
+        size = int.from_bytes(body[1:5], "big")
+        return (body[5 : 5 + size], body[5 + size :]) if "web" in kind else (body, b"")
+
+    async def infer(client, request):
+        message = request.SerializeToString()
+        prefix = b"\0" + len(message).to_bytes(4, "big") if "web" in kind else b""
+        path = "/inference.GRPCInferenceService/ModelInfer"
+        return await client.post(path, content=prefix + message, headers=headers)
+
+    async with open_grpc(cors_origins=["https://a.test"]) as running, running.connect() as stub:
+        for rows in (1, 64):
+            raw = [np.resize(images, (rows, 28, 28)).tobytes()]
+            request = raw_request(rows, raw_input_contents=raw)
+            request.inputs[0].shape[0] = rows
+            expected = await stub.ModelInfer(request)
+            before = running.requests("ok")
+            answer = await infer(running.client, request)
+            message, trailers = parts(answer.content)
+            found = pb.ModelInferResponse.FromString(message)
+            assert found.raw_output_contents == expected.raw_output_contents
+            assert running.requests("ok") == before + 1
+            assert answer.headers["x-request-id"] == "mine"
+            assert answer.headers["access-control-allow-origin"] == "https://a.test"
+            assert answer.headers["content-type"] == kind
+            assert trailers[5:] == (b"grpc-status: 0\r\n" if trailers else b"")
+        error = await failure(stub.ModelInfer(raw_request(model_name="vgg")))
+        answer = await infer(running.client, raw_request(model_name="vgg"))
+        if "web" in kind:
+            assert b"grpc-status: 5\r\n" in answer.content
+            assert b"lenet-error-code: unknown_model\r\n" in answer.content
+        else:
+            document = {"code": "not_found", "message": error.details()}
+            assert (answer.status_code, answer.json()) == (404, document)
+        assert running.requests("unknown_model") == 2
+        too_large = raw_request(1, raw_input_contents=[bytes(2 << 20)])
+        answer = await infer(running.client, too_large)
+        assert b"expected at most 1048576 bytes" in answer.content
+
+
 # Streams
 
 
