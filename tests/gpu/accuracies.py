@@ -2,7 +2,8 @@
 
     python -m tests.gpu.accuracies --data FOLDER --epochs 1 2 5 20 --processes 8
 
-trains the networks in each precision with the default rate, and prints a line of JSON for each with
+trains the networks in each precision with the default rate (`--device cpu --precisions fp32`: on
+the CPU), and prints a line of JSON for each with
 the rate that held. It ends with 1 if one differs by more than 0.1 points, or is not trained.
 """
 
@@ -44,7 +45,9 @@ def of_file(path: Path, digits: Digits) -> float:
     return 100 * float((np.concatenate(logits).argmax(axis=1) == digits.labels).mean())
 
 
-def accuracies(model: str, precision: str, data: Path, epochs: int) -> dict[str, Any]:
+def accuracies(
+    model: str, precision: str, data: Path, epochs: int, device: str = "cuda"
+) -> dict[str, Any]:
     """Train `model`; what is printed last and what the file does on the held-out images, in %."""
     settings = {"model": model, "precision": precision, "epochs": epochs}
     line = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
@@ -55,7 +58,7 @@ def accuracies(model: str, precision: str, data: Path, epochs: int) -> dict[str,
             contextlib.redirect_stdout(io.StringIO()) as output,
             contextlib.redirect_stderr(io.StringIO()) as errors,
         ):
-            code = run(["fit", "--device", "cuda", "--data", str(data), *line], {})
+            code = run(["fit", "--device", device, "--data", str(data), *line], {})
         if code:
             return {**settings, "code": code, "error": errors.getvalue()}
         (path,) = Path(folder, "out").rglob("*.safetensors")
@@ -86,6 +89,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, nargs="+", default=[0])
     parser.add_argument("--models", nargs="+", default=list(ARCHITECTURES))
     parser.add_argument("--precisions", nargs="+", default=get_args(Precision))
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     settings = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
@@ -93,7 +97,7 @@ def main() -> int:
     with ProcessPoolExecutor(settings.processes, mp_context=spawn) as pool:
         cases = product(settings.models, settings.precisions, settings.epochs)
         jobs = [
-            pool.submit(accuracies, model, precision, settings.data, epochs)
+            pool.submit(accuracies, model, precision, settings.data, epochs, settings.device)
             for model, precision, epochs in cases
         ]
         for job in jobs:

@@ -11,6 +11,7 @@ import pytest
 from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
 from tests.gpu.accuracies import MOST, accuracies, agrees, of_file
+from tests.trainer.terminated import check_moments
 from trainer import loop
 from trainer.__main__ import main
 from trainer.checkpoint import Checkpoint
@@ -78,20 +79,26 @@ def test_a_network_of_ones_own_is_trained_from_a_file_and_keeps_what_is_frozen(f
     assert second.training.accuracy > 0.95
 
 
-def test_an_interrupted_float32_run_ends_with_the_same_bytes(fit, monkeypatch):
-    arguments = ("--epochs", "3", "--precision", "fp32")
-    _, wanted = fit(*arguments, checkpoints="whole")
-    evaluate, calls = loop.accuracy, []
+MOMENTS = {
+    "captures a step": ("trainer.ops_cuda.ops.CudaOps.capture", 1),
+    "takes the steps of its second epoch": ("trainer.ops_cuda.ops.CudaOps.losses", 2),
+    "validates an epoch": ("trainer.loop.accuracy", 3),
+    "writes a checkpoint": ("trainer.checkpoint.Checkpoint.save", 2),
+    "verifies the result": ("trainer.commands.export_weights", 1),
+}
 
-    def interrupted(network, digits):
-        calls.append(1)
-        if len(calls) == 3:  # before the first epoch, after it, after the second
-            raise KeyboardInterrupt
-        return evaluate(network, digits)
 
-    monkeypatch.setattr(loop, "accuracy", interrupted)
-    assert fit(*arguments) == (130, None)
-    assert fit(*arguments) == (0, wanted)
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+def test_a_run_terminated_at_any_of_five_moments_ends_with_the_same_bytes(
+    fit, precision, monkeypatch, capsys
+):
+    monkeypatch.setattr(loop, "CHECKPOINT_S", 0.0)
+
+    def run(name):
+        arguments = ("--epochs", "3", "--dropout", "0.2", "--precision", precision)
+        return fit(*arguments, checkpoints=name)
+
+    check_moments(MOMENTS, run, monkeypatch, capsys)
 
 
 def test_a_run_without_a_graph_computes_the_same(fit):

@@ -1,8 +1,6 @@
 """A run that is killed at any moment and started again ends with the same bytes."""
 
-import itertools
 import os
-import pkgutil
 import random
 import signal
 import subprocess
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.service_process import PATIENCE_S
+from tests.trainer.terminated import check_moments
 from trainer.__main__ import main
 from trainer.mnist import Dataset
 
@@ -55,32 +54,14 @@ def test_a_run_terminated_at_any_of_five_moments_ends_with_the_same_bytes(
         line += ["--validation-images", "100", "--data", str(data)]
         for part in ("out", "checkpoints", "runs"):
             line += [f"--{part}", str(tmp_path / name / part)]
+        out = tmp_path / name / "out"
         code = main(["fit", *line])
-        paths = (tmp_path / name / "out").rglob("*.safetensors")
-        return code, [path.read_bytes() for path in paths]
+        (content,) = [path.read_bytes() for path in out.rglob("*.safetensors")] or [None]
+        if name == "whole":
+            assert "the best of " in capsys.readouterr().out
+        return code, content
 
-    code, whole = fit("whole")
-    assert (code, len(whole)) == (0, 1)
-    assert "the best of " in capsys.readouterr().out
-    for number, (moment, (name, call)) in enumerate(MOMENTS.items()):
-        calls = itertools.count(1)
-        owner, _, attribute = name.rpartition(".")
-        function = getattr(pkgutil.resolve_name(owner), attribute)
-
-        def terminated(*arguments, function=function, calls=calls, call=call, **named):
-            if next(calls) == call:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return function(*arguments, **named)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(name, terminated)
-            assert fit(str(number)) == (130, []), moment
-        said = capsys.readouterr().err.splitlines()[-1]
-        nothing_kept = moment == "prepares the training"
-        assert said.startswith("interrupted")
-        assert ("nothing was kept" in said) == nothing_kept
-        assert fit(str(number)) == (0, whole), moment
-        assert ("resumed after epoch" in capsys.readouterr().out) != nothing_kept
+    check_moments(MOMENTS, fit, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
