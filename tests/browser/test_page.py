@@ -255,6 +255,31 @@ def test_a_photograph_is_prepared_shown_and_read(service, visit):
     page.reads("0,")
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "sent"),
+    [
+        ("jpeg", (8000, 6000), ["image/jpeg"]),
+        ("webp", (3200, 3000), ["image/webp", "image/png"]),  # too many pixels for the service
+        ("bmp", (4000, 3000), ["image/png"]),  # too many bytes for it
+    ],
+)
+def test_a_large_picture_is_sent_as_it_is_unless_the_service_takes_no_such(
+    serve, visit, kind, size, sent
+):
+    page = visit(serve("--max-body-bytes", "10000000"))
+    page.expected.append("413")
+    page.wait_for_selector("#models tr")  # its limits are known
+    types = []
+    page.on("request", lambda asked: types.append(asked.headers.get("content-type")))
+    file = io.BytesIO()
+    small = Image.open(io.BytesIO(photograph([4, 7])["buffer"]))
+    small.resize(size).save(file, kind)
+    name = {"name": "large", "mimeType": f"image/{kind}"}
+    page.set_input_files("#photo", {**name, "buffer": file.getvalue()})
+    page.reads("47,")
+    assert [one for one in types if one and one.startswith("image/")] == sent
+
+
 def tiny(strokes):
     return [[(0.4 + 0.04 * x, 0.4 + 0.04 * y) for x, y in points] for points in strokes]
 

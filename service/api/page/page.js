@@ -606,7 +606,7 @@ async function addSamples() {
 
 const PICTURES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp", "image/avif", "image/tiff"];
 const FORMATS = "expected PNG, JPEG, WebP, GIF, BMP, AVIF or TIFF";
-const MOST_PIXELS = 12e6; // The service takes a little more; telephones make more than that.
+const SCALED_PIXELS = 4e6; // The service looks at 1 megapixel of a picture at most.
 
 async function take(file) {
   if (!file) return;
@@ -618,9 +618,8 @@ async function take(file) {
   const empty = strokes;
   say("photo-note", "Reading the picture…");
   const explanation = await attempt(async () => {
-    const [type, body] = await readable(file);
     const path = `${info?.explain ? "explain" : "predict"}?${new URLSearchParams({ model, digits: "several" })}`;
-    return (await ask(path, body, type)).json();
+    return (await askOf(path, file)).json();
   }, ({ status, message }) => {
     const wrong = refusalOf(file.name, status, message);
     if (wrong) note("");
@@ -648,20 +647,28 @@ function refusalOf(name, status, message) {
   return `${name} is damaged, or no picture of the format that its name says; ${FORMATS}.`;
 }
 
-/** The picture in a type and size that the service takes: [type, body]. */
-async function readable(file) {
+/** Asks about a picture as it is. What the service does not take, or finds too large, is made a smaller PNG here. */
+async function askOf(path, file) {
+  const asItIs = () => ask(path, file, file.type || BYTES);
+  if (PICTURES.includes(file.type) && !(file.size > info?.limits.max_body_bytes)) {
+    try {
+      return await asItIs();
+    } catch (error) {
+      if (error.status !== 413) throw error;
+    }
+  }
   let bitmap;
   try {
     bitmap = await createImageBitmap(file);
   } catch {
-    return [file.type || "application/octet-stream", file]; // The service says what is wrong with it.
+    return asItIs(); // The service says what is wrong with it.
   }
-  const most = ["image/webp", "image/avif"].includes(file.type) ? MOST_PIXELS / 2 : MOST_PIXELS;
-  if (PICTURES.includes(file.type) && bitmap.width * bitmap.height <= most) return [file.type, file];
-  const scale = Math.min(1, Math.sqrt(MOST_PIXELS / (bitmap.width * bitmap.height)));
+  const scale = Math.min(1, Math.sqrt(SCALED_PIXELS / (bitmap.width * bitmap.height)));
   const canvas = make("canvas", { width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale) });
-  canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
-  return ["image/png", await new Promise((done) => canvas.toBlob(done, "image/png"))];
+  const context = canvas.getContext("2d");
+  context.imageSmoothingQuality = "high";
+  context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return ask(path, await new Promise((done) => canvas.toBlob(done, "image/png")), "image/png");
 }
 
 on("photo", "change", ({ target }) => { take(target.files[0]); target.value = ""; });
