@@ -40,6 +40,9 @@ MODEL_VERSION = f"{MODEL}/versions/{{version}}"
 _TARGET_MODEL = "X-Amzn-SageMaker-Target-Model"
 """Names a file of a multi-model endpoint of SageMaker."""
 
+_BOOLEANS = {"True": "true", "1": "true", "False": "false", "0": "false"}
+"""Other spellings of `invert`: `requests` writes Python's."""
+
 _MAX_SEPARATORS = 100
 """Maximum number of commas and semicolons in `Accept` and `Accept-Encoding`; one with more is
 ignored. 60 KB of them take 48 ms (2 cores, 2026-11-26)."""
@@ -262,6 +265,8 @@ def _choice(parameters: Mapping[str, str], name: str, literal: Any) -> Any:
     """The value of a query parameter, by default the first of `literal`. Raises: InvalidInput."""
     choices = get_args(literal)
     found = parameters.get(name, choices[0])
+    if literal is Invert:
+        found = _BOOLEANS.get(found, found)
     if found not in choices:
         raise InvalidInput(
             f"query parameter {name} is {found[:40]!r}, expected one of {', '.join(choices)}",

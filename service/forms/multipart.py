@@ -8,8 +8,14 @@ from service.errors import InvalidInput, invalid, shown
 from service.forms.pixels import check_count, no_pixels
 from service.pictures.headers import Between, recognise
 
-_ALIASES = {"image/jpg": "image/jpeg", "image/x-ms-bmp": "image/bmp"}
-"""Types that are not registered, and often sent."""
+_ALIASES = {
+    "image/jpg": "image/jpeg",
+    "image/pjpeg": "image/jpeg",
+    "image/x-ms-bmp": "image/bmp",
+    "image/x-png": "image/png",
+    "image/apng": "image/png",
+}
+"""Other names of types, which clients send."""
 
 _MAX_TYPE_CHARACTERS = 1024
 """Limit of the Content-Type of a form: python-multipart takes 1.4 us a character."""
@@ -89,7 +95,10 @@ def parts_of(body: bytes, content_type: str, max_parts: int, between: Between) -
                 "on_end": lambda: ends.append(True),
             },
         )
-        for start in range(0, len(body), _SLICE_BYTES):
+        # What precedes the first boundary is no part: RFC 2046, 5.1.1.
+        has_preamble = not body.startswith(b"--%b" % boundary)
+        begin = max(0, body.find(b"\r\n--%b" % boundary)) if has_preamble else 0
+        for start in range(begin, len(body), _SLICE_BYTES):
             between(0)
             parser.write(body[start : start + _SLICE_BYTES])
     except (FormParserError, UnicodeEncodeError) as exc:

@@ -36,7 +36,9 @@ _NOW_LISTS = 10_000
 
 _SLICE_BYTES = 256 * 1024
 _SPACE = rb"[ \t\r\n]*"
-_LIST_BEGIN = re.compile(rb'%b\{%b"images"%b:%b\[%b(?=[\["])' % ((_SPACE,) * 5))
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""PowerShell and editors of Windows write it before a document."""
+_LIST_BEGIN = re.compile(rb'(?:\xef\xbb\xbf)?%b\{%b"images"%b:%b\[%b(?=[\["])' % ((_SPACE,) * 5))
 _LIST_END = re.compile(rb"\]%b\}%b\Z" % ((_SPACE,) * 2))
 _OTHER_KEYS = {
     "instances": "; TensorFlow Serving's requests go to /v1/models/MODEL:predict",
@@ -49,7 +51,6 @@ _OTHER_KEYS = {
 _NOT_JSON = {
     b"{'": "; names need double quotes: in Python send json.dumps(...)",
     b"'": "; it begins with a quote of the shell's: send a file, with curl --data-binary @FILE",
-    b"\xef\xbb\xbf": "; it begins with a byte order mark: save it as UTF-8 without one",
     b"\xff\xfe": "; it is UTF-16: save it as UTF-8",
 }
 """Advice by the beginning of a document that is nearly JSON."""
@@ -208,6 +209,8 @@ def json_object(body: bytes, form: str) -> dict[str, Any]:
 
     Raises: InvalidInput, MemoryError.
     """
+    if body.startswith(_BYTE_ORDER_MARK):
+        body = body[len(_BYTE_ORDER_MARK) :]
     try:
         document = _loads(body)
     except orjson.JSONDecodeError as exc:

@@ -14,10 +14,11 @@ from PIL import Image
 
 from service.api.schemas import example_seven
 from service.forms import open_inference_pb2 as pb
-from tests.pictures import encoded
+from tests.pictures import FORM, encoded, form
 
 PREDICT, INFER, INSTANCES = "/predict", "/v2/models/lenet/infer", "/v1/models/lenet:predict"
 LENGTH = "Inference-Header-Content-Length"
+JSON, NPY = {"Content-Type": "application/json"}, "application/x-npy"
 WEIGHTS = Path(__file__).parents[3] / "weights"
 
 SEVEN = np.array(example_seven(), np.uint8)
@@ -28,6 +29,7 @@ RAW, PNG, JPEG = (
     encoded(np.kron(255 - SEVEN, np.ones((5, 5))).astype(np.uint8), "JPEG"),
 )
 FILES = [PNG, JPEG, RAW, encoded(SEVEN, "WEBP", lossless=True)]
+LARGE_AVIF = encoded(np.kron(SEVEN, np.ones((5, 5), np.uint8)), "AVIF")
 
 
 @pytest.fixture
@@ -64,15 +66,34 @@ def elements(*files):
 def npy(array, query=""):
     file = io.BytesIO()
     np.save(file, array)
-    return PREDICT + query, file.getvalue(), {"Content-Type": "application/x-npy"}
+    return PREDICT + query, file.getvalue(), {"Content-Type": NPY}
 
 
 def images(value, query=""):
-    return PREDICT + query, json.dumps({"images": value}), {"Content-Type": "application/json"}
+    return PREDICT + query, json.dumps({"images": value}), JSON
 
 
 def instances(value, query="", **more):
     return INSTANCES + query, json.dumps({"instances": value, **more})
+
+
+def columns(value, query="", **more):
+    return INSTANCES + query, json.dumps({"inputs": value, **more})
+
+
+def invocation(query="", **document):
+    return f"/invocations{query}", json.dumps(document), JSON
+
+
+def sent_as(kind, content, path=PREDICT):
+    return path, content, {"Content-Type": kind}
+
+
+def marked(path, body, *headers):
+    """The same with a byte order mark."""
+    if headers and LENGTH in headers[0]:
+        headers = ({LENGTH: str(3 + int(headers[0][LENGTH]))},)
+    return path, b"\xef\xbb\xbf" + (body if isinstance(body, bytes) else body.encode()), *headers
 
 
 NUMBERS = {
@@ -81,7 +102,10 @@ NUMBERS = {
     **{f"FP{bits}": f"<f{bits // 8}" for bits in (16, 32, 64)},
 }
 HALF = np.minimum(SEVEN, 127)  # of int8
-BF16 = (UNIT.view("<u4") >> 16).astype("<u2")
+FLAT = SEVEN.ravel().tolist()
+BF16, WHOLE_BF16 = (
+    (one.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes() for one in (UNIT, SEVEN)
+)
 
 HTTP = {
     # Pictures
@@ -96,6 +120,41 @@ HTTP = {
     "infer, raw": (INFER, JPEG + b"\0" * (len(JPEG) % 784 == 0), {LENGTH: "0"}),
     "instances": instances([{"b64": b64(one)} for one in FILES]),
     "instances, named": instances([{"image": {"b64": b64(one)}} for one in FILES]),
+    "columns": columns([{"b64": b64(one)} for one in FILES]),
+    "columns, named": columns({"image": [{"b64": b64(one)} for one in FILES]}),
+    "invocation, instances": invocation(instances=[{"b64": b64(one)} for one in FILES]),
+    "invocation, images": invocation(images=list(map(b64, FILES))),
+    "form, AVIF and TIFF": sent_as(FORM, form(LARGE_AVIF, encoded(SEVEN, "TIFF"))),
+    "form, a preamble": sent_as(FORM, b"Nobody reads\r\n--this.\r\n" + form(PNG)),
+    **{
+        f"{kind} as {name}": sent_as(name, content)
+        for kind, content, name in (
+            ("AVIF", LARGE_AVIF, "image/avif"),
+            ("TIFF", encoded(SEVEN, "TIFF"), "image/tiff"),
+            ("PNG", PNG, "image/apng"),
+            ("PNG", PNG, "image/x-png"),
+            ("JPEG", JPEG, "image/pjpeg"),
+        )
+    },
+    "form, x-png": sent_as(FORM, form(("image/x-png", PNG))),
+    # Text
+    "json, base64 in lines": images(base64.encodebytes(PNG).decode()),
+    "instances, base64 in lines": instances([{"b64": base64.encodebytes(PNG).decode()}]),
+    "instances, base64 of URLs": instances(
+        [{"b64": base64.urlsafe_b64encode(RAW).decode().rstrip("=")}]
+    ),
+    "instances, data URL": instances([{"b64": f"data:image/png;base64,{b64(PNG)}"}]),
+    "infer, data URL": infer("BYTES", [1], [f"data:image/png;base64,{b64(PNG)}"]),
+    "json, marked": marked(*images(FLAT)),
+    "infer, marked": marked(*infer("UINT8", [1, 784], FLAT)),
+    "infer, binary, marked": marked(*binary("UINT8", [1, 784], RAW)),
+    "instances, marked": marked(*instances([FLAT])),
+    "invocation, marked": marked(*invocation(instances=[FLAT])),
+    **{f"json, invert={no}": images(FLAT, f"?invert={no}") for no in ("False", "0")},
+    **{
+        f"json, invert={yes}": images((255 - SEVEN).tolist(), f"?invert={yes}")
+        for yes in ("True", "1")
+    },
     # Fractions, declared
     "json, unit": images(UNIT.tolist(), "?scale=unit"),
     "json, unit, ToTensor": images(UNIT[None, None].tolist(), "?scale=unit"),
@@ -105,11 +164,20 @@ HTTP = {
     "npy, unit": npy(UNIT.astype(np.float64), "?scale=unit"),
     "npy, unit, half": npy(UNIT.astype(np.float16)[None, None], "?scale=unit"),
     "npy, bool": npy(SEVEN > 127),
+    "form, npy, unit": ("/predict?scale=unit", *sent_as(FORM, form((NPY, npy(UNIT)[1])))[1:]),
+    "invocation, unit": invocation("?scale=unit", instances=[UNIT.tolist()]),
+    "invocation, unit, parameters": invocation(
+        instances=UNIT[None, ..., None].tolist(), parameters={"scale": "unit"}
+    ),
+    "invocation, MLflow's inputs, unit": invocation("?scale=unit", inputs=UNIT[None].tolist()),
+    "invocation, npy, unit": ("/invocations?scale=unit", *npy(UNIT[None, ..., None])[1:]),
+    "columns, unit": columns(UNIT[None].tolist(), "?scale=unit"),
+    "columns, unit, parameters": columns({"image": [UNIT.tolist()]}, parameters={"scale": "unit"}),
     "infer, unit": infer("FP32", [1, 784], UNIT.ravel().tolist(), scale="unit"),
     "infer, unit in the URL": (INFER + "?scale=unit", *infer("FP64", [28, 28], UNIT.tolist())[1:]),
     "infer, binary, unit": binary("FP32", [1, 28, 28, 1], UNIT.tobytes(), scale="unit"),
     "infer, binary, unit, FP16": binary("FP16", [784], UNIT.astype("<f2").tobytes(), scale="unit"),
-    "infer, binary, unit, BF16": binary("BF16", [1, 784], BF16.tobytes(), scale="unit"),
+    "infer, binary, unit, BF16": binary("BF16", [1, 784], BF16, scale="unit"),
     "infer, BOOL": infer("BOOL", [1, 28, 28], (SEVEN[None] > 127).tolist()),
     "infer, binary, BOOL": binary("BOOL", [28, 28], (SEVEN > 127).tobytes()),
     "instances, unit": instances([UNIT.tolist()], "?scale=unit"),
@@ -127,6 +195,12 @@ HTTP = {
         for kind, code in NUMBERS.items()
     },
     "infer, binary, INT8": binary("INT8", [1, 784], HALF.tobytes()),
+    "infer, INT8": infer("INT8", [1, 784], HALF.ravel().tolist()),
+    "npy, |i1": npy(HALF.astype(np.int8)),
+    "infer, BF16": infer("BF16", [1, 784], FLAT),
+    "infer, binary, BF16": binary("BF16", [1, 784], WHOLE_BF16),
+    "instances, floats": instances([SEVEN.astype(float).tolist()]),
+    "invocation, floats": invocation(instances=[SEVEN.astype(float).tolist()]),
     # One channel
     "json, 28 x 28 x 1": images(SEVEN[..., None].tolist()),
     "json, n x 28 x 28 x 1": images(np.stack([SEVEN] * 3)[..., None].tolist()),
@@ -136,11 +210,19 @@ HTTP = {
     "npy, n x 28 x 28 x 1": npy(np.stack([SEVEN] * 2)[..., None]),
     "npy, n x 1 x 28 x 28": npy(np.stack([SEVEN] * 2)[:, None]),
     "infer, 28 x 28 x 1": infer("UINT8", [28, 28, 1], SEVEN.ravel().tolist()),
+    "instances, n x 28 x 28 x 1": instances(SEVEN[None, ..., None].tolist()),
+    "instances, n x 1 x 28 x 28": instances(SEVEN[None, None].tolist()),
+    "infer, binary, 28 x 28 x 1": binary("UINT8", [28, 28, 1], RAW),
+    # Paths
+    "infer, a slash": (f"{INFER}/", infer("UINT8", [1, 784], FLAT)[1]),
+    "instances, a slash": (f"{INSTANCES}/", instances([FLAT])[1]),
     "infer, n x 28 x 28 x 1": infer("UINT8", [1, 28, 28, 1], SEVEN[None, ..., None].tolist()),
 }
 
 
 def labels_of(document):
+    if "outputs" in document and "label" in document["outputs"]:  # by column
+        return document["outputs"]["label"]
     if "outputs" in document:
         return next(one["data"] for one in document["outputs"] if one["name"] == "label")
     return [one["label"] for one in document["predictions"]]
@@ -174,13 +256,15 @@ def message(datatype, shape, *, raw=None, unit=False, **contents):
     return request
 
 
-FLAT = SEVEN.ravel().tolist()
 GRPC = {
     "bytes_contents": message("BYTES", [len(FILES)], bytes_contents=FILES),
     "raw BYTES": message("BYTES", [len(FILES), 1], raw=elements(*FILES)),
     "unit": message("FP32", [1, 1, 28, 28], fp32_contents=UNIT.ravel(), unit=True),
     "raw, unit": message("FP32", [1, 28, 28, 1], raw=UNIT.tobytes(), unit=True),
-    "raw, unit, BF16": message("BF16", [1, 784], raw=BF16.tobytes(), unit=True),
+    "28 x 28 x 1": message("UINT8", [28, 28, 1], uint_contents=FLAT),
+    "raw, 28 x 28 x 1": message("UINT8", [28, 28, 1], raw=RAW),
+    "raw BF16": message("BF16", [1, 784], raw=WHOLE_BF16),
+    "raw, unit, BF16": message("BF16", [1, 784], raw=BF16, unit=True),
     "BOOL": message("BOOL", [1, 784], bool_contents=(SEVEN > 127).ravel().tolist()),
     "INT8": message("INT8", [1, 784], int_contents=HALF.ravel().tolist()),
     "INT32": message("INT32", [1, 784], int_contents=FLAT),

@@ -192,7 +192,6 @@ def test_a_wrong_structure_is_refused_with_its_place(images, field, words):
         b'{"images": "\\ud800"}',
         b"{'images': []}",
         b'{"images": []} {}',
-        b"\xef\xbb\xbf{}",
     ],
 )
 def test_a_body_that_is_not_json_is_refused(body):
@@ -206,6 +205,13 @@ def test_a_large_body_of_containers_is_refused_before_it_is_built(monkeypatch, i
     with pytest.raises((InvalidInput, TooLarge)) as caught:
         decode(body, JSON, limits=Limits(max_images=100))
     assert caught.value.field == "body"
+
+
+def test_a_byte_order_mark_before_json_is_skipped():
+    many = as_json(np.tile(IMAGES, (16, 1, 1)).tolist())
+    assert len(many) > json_images._SLICE_BYTES
+    for body, count in ((as_json(FLAT), 1), (many, 128)):
+        assert len(decode(b"\xef\xbb\xbf" + body, JSON, limits=Limits(128))) == count
 
 
 def test_a_large_body_of_as_many_lists_as_rows_is_read():
