@@ -100,15 +100,17 @@ def fit(settings: Fit) -> None:
     Raises:
         KeyboardInterrupt: its message says whether the run can be resumed.
     """
-    names = class_names(settings.data, settings.labels)
+    start = None if settings.from_ is None else WeightFile.read(settings.from_)
+    before = None if start is None else start.training.labels
+    names = class_names(settings.data, settings.labels, before)
     model = read_model(settings.model, len(names))
     check_frozen(settings.freeze, model)
     phases = Phases()
     with phases("reading"):
         dataset = obtain(settings.data, print, names, transposed=settings.transposed)
     found: dict[str, Tensor] = {}
-    if settings.from_ is not None:
-        found, lines = taken(WeightFile.read(settings.from_), model)
+    if start is not None:
+        found, lines = taken(start, model)
         print(f"{settings.from_}:\n{lines}")
     # The weight file records the resolved settings, not `auto`.
     given = "rate" in settings.model_fields_set

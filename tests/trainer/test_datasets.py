@@ -111,6 +111,19 @@ def test_pictures_get_the_names_of_their_folders(tmp_path, digits):
         assert sorted(order[label] for label in labels) == sorted(drawn)
 
 
+def test_training_that_starts_from_a_file_keeps_its_classes(tmp_path, digits, tiny):
+    before = ("2", "0", "1")
+    for name in before:
+        (tmp_path / "own" / name).mkdir(parents=True)
+    assert class_names(tmp_path / "own", None, before) == before
+    assert class_names(keras(tmp_path, tiny), None, before) == before
+    assert class_names(tmp_path / "own", None, ("0", "1", "new")) == ("0", "1", "2")
+    with pytest.raises(InvalidDataset, match=r"own: has no folder 7, expected pictures of each cl"):
+        class_names(tmp_path / "own", None, (*before, "7"))
+    (tmp_path / "two.txt").write_text("0\n1\n2\n")
+    assert class_names(tmp_path / "own", tmp_path / "two.txt", (*before, "7")) == ("0", "1", "2")
+
+
 def test_the_parts_of_pictures_are_folders(tmp_path, digits):
     own, parts = tmp_path / "own", {}
     for seed, name in enumerate(("train", "val", "test")):

@@ -50,7 +50,7 @@ def folder(digits, tmp_path):
 
 def test_pictures_are_prepared_as_the_service_prepares_them(folder):
     classes = class_folders(folder)
-    assert classes == ["1", "2", "10"]
+    assert list(classes) == ["1", "2", "10"]
     digits, pixels = read_pictures(folder, classes, print)
     assert digits.labels.tolist() == [0, 0, 1, 1, 2, 2]
     paths = [path for name in classes for path in sorted((folder / name).glob("[0-9]*"))]
@@ -105,6 +105,16 @@ def test_a_second_run_takes_what_the_first_prepared_until_something_changes(
         read_pictures(folder, classes, lines.append)
         assert len(lines) == 1, change.__name__
     assert len(list(cache.iterdir())) == 1
+
+
+def test_a_name_that_no_file_system_takes_is_percent_encoded(folder):
+    (folder / "1").rename(folder / "a%2Fb")
+    assert list(class_folders(folder)) == ["10", "2", "a/b"]
+    digits, _ = read_pictures(folder, ["a/b"], print)
+    assert digits.files.tolist() == [f"{folder}/a%2Fb/2.webp", f"{folder}/a%2Fb/5.tiff"]
+    (folder / "%32").mkdir()
+    with pytest.raises(InvalidDataset, match=r"%32 and 2 are both the class 2, expected one"):
+        class_folders(folder)
 
 
 def test_what_takes_long_is_counted(folder, monkeypatch):
