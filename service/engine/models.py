@@ -32,6 +32,9 @@ from service.observe.metrics import LossReason, Metrics
 
 _log = logging.getLogger(__name__)
 
+_HIGHEST = ("", "0")
+"""Versions that a client names for the highest: OpenVINO's sends 0 where it was given none."""
+
 _STAGED, _STAGED_BYTES = 16, 1024 * PIXELS + 4096
 """Large requests whose pixels may arrive in memory that a GPU reads, and what each may take: 1,024
 images, and what comes before them in the body."""
@@ -120,14 +123,14 @@ class Models:
         if name in self._default_names:
             name = self.default
         versions = self._served.get(name, ())
-        if not version:
+        if version in _HIGHEST:
             if len(versions) > 1:  # one may have been replaced a moment ago
                 return max(versions, key=lambda one: int(one.version.version))
             return versions[0] if versions else None
         return next((one for one in versions if one.version.version == version), None)
 
     def get(self, name: str = "", version: str = "") -> Batcher:
-        """The model called `name` in `version`, the highest one for "".
+        """The model called `name` in `version`, the highest one for "" and "0".
 
         The default model for "" and for the alias.
 
@@ -159,9 +162,12 @@ class Models:
         return UnknownModel(message, field="model")
 
     def select(self, name: str = "", version: str = "") -> tuple[Batcher, ...]:
-        """A version of a model, all of them for "", the highest first. Raises: UnknownModel."""
+        """A version of a model, the highest first; all of them for "" and "0".
+
+        Raises: UnknownModel.
+        """
         found = self.get(name, version)
-        return (found,) if version else self._served[found.version.name]
+        return self._served[found.version.name] if version in _HIGHEST else (found,)
 
     def start_s(self) -> tuple[float, float]:
         """Seconds that opening the devices and warming up took, of all models."""

@@ -298,9 +298,20 @@ def _inputs(
                     data = numbers(tensor["data"], datatype, shape, source, booleans)
             else:
                 data = ()  # its name is refused
+        elif tensors.left and len(document["inputs"]) == 1:
+            source = f"{field}'s binary data"
+            data = tensors.take(len(tensors.left), source)
+            if datatype == "BYTES" and shape in ([1], [1, 1]) and _is_bare(data):
+                data = [data]
         else:
             raise invalid(source, "nothing", "numbers, or the parameter binary_data_size")
         yield InputTensor(name, datatype, shape, data, source)
+
+
+def _is_bare(data: memoryview) -> bool:
+    """Whether these bytes are a picture, without its length before it."""
+    has_length = int.from_bytes(data[:4], "little") == len(data) - 4
+    return not has_length and sniff(bytes(data[:_READ_BYTES])) is not None
 
 
 def _outputs(document: Mapping[str, Any], binary: bool) -> Iterator[RequestedOutput]:

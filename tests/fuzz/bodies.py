@@ -141,7 +141,7 @@ def _json_reference(body: bytes) -> Images | None:
         raise ValueError(constant)
 
     try:
-        text = body.decode()
+        text = body.decode("utf-8-sig")
         document = json.loads(text, parse_constant=reject)
     except (ValueError, RecursionError):
         return None

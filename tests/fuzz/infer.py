@@ -112,7 +112,10 @@ def loaded(text: bytes) -> Any:
 
     try:
         document = json.loads(
-            text.decode(), parse_constant=reject, parse_int=_finite(int), parse_float=_finite(float)
+            text.decode("utf-8-sig"),
+            parse_constant=reject,
+            parse_int=_finite(int),
+            parse_float=_finite(float),
         )
     except (ValueError, RecursionError) as exc:
         raise Refused from exc
@@ -149,8 +152,13 @@ def _read(document: Any, rest: bytes) -> Any:
             size = _integer(own, "binary_data_size")
             must("data" not in entry and size <= len(rest))
             data, rest = rest[:size], rest[size:]
+        elif "data" not in entry:  # the only tensor needs no size
+            must(len(document["inputs"]) == 1 and rest)
+            data, rest = rest, b""
+            bare = int.from_bytes(data[:4], "little") != len(data) - 4
+            if entry["datatype"] == "BYTES" and entry["shape"] in ([1], [1, 1]) and bare:
+                data = [data] if sniff(data) else data
         else:
-            must("data" in entry)
             data = _flat(entry["data"], entry["shape"])
             datatype = entry["datatype"]
             kinds = (int, float) if "F" in datatype else (int,)

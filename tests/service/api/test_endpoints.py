@@ -29,6 +29,7 @@ RAW, PNG, JPEG = (
     encoded(np.kron(255 - SEVEN, np.ones((5, 5))).astype(np.uint8), "JPEG"),
 )
 FILES = [PNG, JPEG, RAW, encoded(SEVEN, "WEBP", lossless=True)]
+LIKE_TIFF = PNG.ljust(int.from_bytes(b"II*\0", "little"), b"\0")
 LARGE_AVIF = encoded(np.kron(SEVEN, np.ones((5, 5), np.uint8)), "AVIF")
 
 
@@ -57,6 +58,16 @@ def binary(datatype, shape, content, **parameters):
     inputs = [tensor(datatype, shape, parameters=sized)]
     head = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
     return INFER, head + content, {LENGTH: str(len(head))}
+
+
+def unsized(*document_and_content):
+    """The same without `binary_data_size`, as OpenVINO Model Server takes the only tensor."""
+    path, body, headers = binary(*document_and_content)
+    size = int(headers[LENGTH])
+    document = json.loads(body[:size])
+    del document["inputs"][0]["parameters"]
+    head = json.dumps(document).encode()
+    return path, head + body[size:], {LENGTH: str(len(head))}
 
 
 def elements(*files):
@@ -117,6 +128,16 @@ HTTP = {
         "BYTES", [2, 1], [[b64(PNG)], [base64.encodebytes(JPEG).decode()]]
     ),
     "infer, binary": binary("BYTES", [len(FILES), 1], elements(*FILES)),
+    "infer, binary, no size": unsized("BYTES", [len(FILES)], elements(*FILES)),
+    "infer, binary, no size, one": unsized("BYTES", [1], elements(PNG)),
+    "infer, binary, no size, a file": unsized("BYTES", [1, 1], PNG),
+    **{
+        f"infer, binary, no size, {len(files)} of a length like a TIFF's first bytes": unsized(
+            "BYTES", [len(files)], elements(*files)
+        )
+        for files in ((LIKE_TIFF,), (LIKE_TIFF, PNG))
+    },
+    "infer, binary, no size, FP32": unsized("FP32", [1, 784], SEVEN.astype("<f4").tobytes()),
     "infer, raw": (INFER, JPEG + b"\0" * (len(JPEG) % 784 == 0), {LENGTH: "0"}),
     "instances": instances([{"b64": b64(one)} for one in FILES]),
     "instances, named": instances([{"image": {"b64": b64(one)}} for one in FILES]),
@@ -214,6 +235,7 @@ HTTP = {
     "instances, n x 1 x 28 x 28": instances(SEVEN[None, None].tolist()),
     "infer, binary, 28 x 28 x 1": binary("UINT8", [28, 28, 1], RAW),
     # Paths
+    "instances, version 0": (INSTANCES.replace(":", "/versions/0:"), instances([FLAT])[1]),
     "infer, a slash": (f"{INFER}/", infer("UINT8", [1, 784], FLAT)[1]),
     "instances, a slash": (f"{INSTANCES}/", instances([FLAT])[1]),
     "infer, n x 28 x 28 x 1": infer("UINT8", [1, 28, 28, 1], SEVEN[None, ..., None].tolist()),
@@ -362,6 +384,8 @@ WRONG = [
     (binary("BYTES", [2], elements(PNG)), 400, "got 1 elements, expected 2 for shape [2] of BYTES"),
     (binary("BYTES", [1], elements(PNG) + b"\0\0"), 400, "bytes more, expected 1 elements"),
     (binary("BYTES", [2], elements(PNG) + b"\0\0"), 400, "got 2 bytes at the end"),
+    (unsized("BYTES", [1], LYING), 400, "inputs[0]'s binary data: got element 0 of"),
+    (unsized("UINT8", [1, 784], RAW[1:]), 400, "inputs[0]'s binary data: got 783 bytes, expected"),
     (infer("BYTES", [1], ["?"]), 400, "inputs[0].data[0]: got '?', expected a picture in base64"),
     (infer("BYTES", [1, 28], [b64(PNG)]), 400, "inputs[0].shape: got [1, 28], expected [n] or"),
     (infer("BYTES", [65], [b64(PNG)]), 413, "inputs[0].shape: got 65 images, expected at most 64"),

@@ -33,6 +33,7 @@ async def test_models_answer_by_name_and_version_when_they_are_loaded(engine):
     assert await engine.ask(9, "b") == "1"
     a = engine.models.get("a")
     assert engine.models.get() is engine.models.get("", "3") is engine.models.get("a", "3") is a
+    assert engine.models.get("a", "0") is a
     assert engine.models.get("b", "1") is not a
     info = {"model": "a", "version": "3", "sha256": a.version.sha256}
     assert engine.value("lenet_model_info", **info) == 1
