@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageChops
 from PIL.ImageFile import ImageFile
 
@@ -290,13 +291,15 @@ def _averaged(picture: Image.Image, frame: Any, invert: Invert) -> Image.Image:
     width, height = picture.size
     factor = -(-max(width, height) // _WORKING_SIDE)
     rows = factor * max(1, _STRIP_PIXELS // (factor * width))
+    deep_range = _deep_range(picture, rows) if picture.mode.startswith("I;16") else (0, 0)
     greys, alphas, visible = [], [], [0] * 256
     if frame == (0, 0, width, height):
         frame = None
     for top in range(0, height, rows):
         bottom = min(top + rows, height)
         is_whole = bottom - top == height
-        grey, alpha = _luminance(picture, None if is_whole else (0, top, width, bottom))
+        box = None if is_whole else (0, top, width, bottom)
+        grey, alpha = _luminance(picture, box, deep_range)
         if frame is not None:
             # The rest of the canvas is transparent.
             place = Image.new("L", grey.size, 0)
@@ -328,10 +331,35 @@ def _joined(strips: list[Image.Image]) -> Image.Image:
     return joined
 
 
+def _deep(part: Image.Image, whole: Image.Image) -> tuple[NDArray[np.uint16], int]:
+    """The levels of a part of mode I;16, white the highest, and the bits that they may have."""
+    levels = np.asarray(part)
+    if not (tags := getattr(whole, "tag_v2", None)):  # of a TIFF
+        return levels, 16
+    return 65_535 - levels if tags.get(262, 0) == 0 else levels, tags[258][0]
+
+
+def _deep_range(picture: Image.Image, rows: int) -> tuple[int, int]:
+    """The lowest level that becomes 0, and the bits of which the highest 8 are taken.
+
+    Microscopes and scanners use a small part of 16 bits, which in 8 would be a few levels.
+    """
+    low, high, bits = 65_535, 0, 16
+    for top in range(0, picture.height, rows):
+        bottom = min(top + rows, picture.height)
+        levels, bits = _deep(picture.crop((0, top, picture.width, bottom)), picture)
+        low, high = min(low, int(levels.min())), max(high, int(levels.max()))
+    used_bits = (high - low).bit_length()
+    return (low, used_bits) if 8 < used_bits <= bits - 3 else (0, bits)
+
+
 def _luminance(
-    whole: Image.Image, box: tuple[int, int, int, int] | None
+    whole: Image.Image, box: tuple[int, int, int, int] | None, deep_range: tuple[int, int]
 ) -> tuple[Image.Image, Image.Image | None]:
-    """ITU-R 601 luma and opacity of a part, both of mode L; no opacity where all is opaque."""
+    """ITU-R 601 luma and opacity of a part, both of mode L; no opacity where all is opaque.
+
+    `deep_range`: see `_deep_range`.
+    """
     if whole.mode == "P" and whole.palette is None:
         raise ValueError("it has no palette")
     if whole.mode in ("I", "F"):
@@ -340,12 +368,8 @@ def _luminance(
     transparent = picture.info.get("transparency")
     if picture.mode.startswith("I;16"):
         # Pillow clips 16 bits to 255 where it converts them.
-        deep, bits = np.asarray(picture), 16
-        if tags := getattr(whole, "tag_v2", None):  # of a TIFF
-            bits = tags[258][0]
-            if tags.get(262, 0) == 0:  # white is zero
-                deep = 65_535 - deep
-        grey = Image.fromarray((deep >> (bits - 8)).astype(np.uint8))
+        (deep, _), (low, bits) = _deep(picture, whole), deep_range
+        grey = Image.fromarray(((deep - low) >> (bits - 8)).astype(np.uint8))
         if not isinstance(transparent, int):
             return grey, None
         return grey, Image.fromarray(np.where(deep == transparent, 0, 255).astype(np.uint8))

@@ -157,6 +157,7 @@ HTTP = {
             ("JPEG", JPEG, "image/pjpeg"),
         )
     },
+    "PNG of a fiftieth of 16 bits": sent_as("image/png", encoded(SEVEN * np.uint16(5) + 5000)),
     "form, x-png": sent_as(FORM, form(("image/x-png", PNG))),
     # Text
     "json, base64 in lines": images(base64.encodebytes(PNG).decode()),

@@ -188,6 +188,31 @@ def test_levels_of_more_than_8_bits_keep_their_highest():
 
 
 @pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([5000, 5255, 5512, 6275], [0, 31, 64, 159]),  # a fiftieth of the range
+        ([5000, 5256], [0, 128]),
+        ([5000, 5255], [19, 20]),  # fewer levels than 8 bits have: noise
+        ([5000, 13_191], [0, 255]),
+        ([5000, 13_192], [19, 51]),
+    ],
+)
+def test_16_bits_of_which_few_are_used_become_8_of_those(values, expected):
+    levels_16 = np.array([values], np.uint16)
+    for body, kind in (
+        *((saved(Image.fromarray(levels_16), kind), kind) for kind in (PNG, TIFF)),
+        (strips(len(values), 1, (65_535 - levels_16).tobytes(), bits=(16,), white=0), TIFF),
+    ):
+        assert levels(body, kind).tolist() == [expected]
+
+
+def test_the_range_of_16_bits_is_that_of_all_strips():
+    tall = np.repeat(np.array([5000, 6275], np.uint16), 400)[:, np.newaxis]
+    found = levels(saved(Image.fromarray(np.tile(tall, (1, 800))), PNG), PNG)
+    assert (found[0, 0], found[-1, 0]) == (0, 159)
+
+
+@pytest.mark.parametrize(
     ("bits", "white", "pixels", "expected"),
     [
         ((12,), 1, bytes((0x00, 0x00, 0x10, 0x80, 0x0F, 0xFF)), [0, 0, 128, 255]),
