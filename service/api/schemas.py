@@ -277,6 +277,7 @@ class TensorflowRow(BaseModel):
 
     probabilities: list[float] = Field(examples=[_PROBABILITIES])
     label: int = Field(examples=[7])
+    name: str = Field("", description="Name of the class; absent if classes are their numbers.")
 
 
 class TensorflowPredictions(BaseModel):
@@ -290,6 +291,7 @@ class TensorflowTable(BaseModel):
 
     probabilities: list[list[float]]
     label: list[int]
+    name: list[str] = Field([], description="Names; absent if classes are their numbers.")
 
 
 class TensorflowOutputs(BaseModel):

@@ -1,5 +1,7 @@
 """Predictions of TensorFlow Serving's REST API, with the outputs `probabilities` and `label`.
 
+Where classes have names that are not their numbers, there is a third, `name`.
+
     {"instances": [IMAGE, ...]}      answered as {"predictions": [...]}, by row
     {"inputs": [IMAGE, ...]}         answered as {"outputs": {...}}, by column
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -94,7 +97,7 @@ class TensorflowForm:
         """Outputs by row or by column, as the images were."""
         first = answered.row
         probabilities = answered.batch.probabilities[first : first + answered.rows]
-        steps = (_columns if asked.by_column else _rows)(probabilities)
+        steps = (_columns if asked.by_column else _rows)(probabilities, answered.version.labels)
         if answered.rows > WRITTEN_ROWS:
             return Content(JSON, steps=steps)
         return Content(JSON, b"".join(steps))
@@ -175,25 +178,35 @@ def _encoded(value: Any, field: str, number: int, reader: Reader) -> Images:
     return reader.base64(text, f"{name}.b64", number)
 
 
-def _columns(probabilities: Probabilities) -> Iterator[bytes]:
+def _columns(probabilities: Probabilities, names: tuple[str, ...]) -> Iterator[bytes]:
     begin = b'{"outputs":{"probabilities":['
     for rows in _parts(probabilities):
         yield begin + orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         begin = b","
-    labels = orjson.dumps(probabilities.argmax(axis=1), option=orjson.OPT_SERIALIZE_NUMPY)
-    yield b'],"label":%b}}' % labels
+    labels = probabilities.argmax(axis=1).tolist()
+    own = b',"name":%b' % orjson.dumps([names[one] for one in labels]) if _named(names) else b""
+    yield b'],"label":%b%b}}' % (orjson.dumps(labels), own)
 
 
-def _rows(probabilities: Probabilities) -> Iterator[bytes]:
+def _rows(probabilities: Probabilities, names: tuple[str, ...]) -> Iterator[bytes]:
     begin = b'{"predictions":['
     for rows in _parts(probabilities):
         labels = rows.argmax(axis=1).tolist()
         predictions = [
             {"probabilities": row, "label": label} for row, label in zip(rows, labels, strict=True)
         ]
+        if _named(names):
+            for one in predictions:
+                one["name"] = names[one["label"]]
         yield begin + orjson.dumps(predictions, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         begin = b","
     yield b"]}"
+
+
+@lru_cache(maxsize=64)
+def _named(names: tuple[str, ...]) -> bool:
+    """Whether the classes have other names than their numbers."""
+    return any(name != str(label) for label, name in enumerate(names))
 
 
 def _parts(probabilities: Probabilities) -> Iterator[Probabilities]:
