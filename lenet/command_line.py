@@ -8,6 +8,7 @@ says what is expected ("expected an even number"); that of a model's is the whol
 
 from __future__ import annotations
 
+import os
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -46,12 +47,14 @@ def parse(
     version: str | None = None,
     words: Mapping[str, str] = MappingProxyType({}),
     synonyms: Mapping[str, str] = MappingProxyType({}),
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Settings:
     """The settings in `arguments` and the environment; --version prints `version`.
 
     `words` are fields that may also be given without their flags, in this order, and what usage and
     messages call them: {"weights": "FILE"}, or "[FILE]" where it may be left out. `synonyms` are
-    second flags of fields: {"rate": "--lr"}.
+    second flags of fields: {"rate": "--lr"}. `variables` are those of other programs from which
+    `kind` takes fields, so that messages name them: {"AIP_HTTP_PORT": "port"}.
 
     Raises:
         InvalidSettings: flags or variables are unknown, missing or invalid; a line for each.
@@ -113,7 +116,7 @@ def parse(
                     message = f"{words[name]} is missing: {usage}"
             elif error["loc"]:
                 name = str(error["loc"][0])
-                source = _flag(name) if name in given else _variable(kind, name)
+                source = _flag(name) if name in given else _source(kind, name, variables)
                 if error["type"] != "value_error":
                     message = f"expected {_expected(schemas[name])}"
                 message = f"{source} is {error['input']!r}, {message}"
@@ -143,6 +146,13 @@ def _flag(name: str) -> str:
 
 def _variable(kind: type[BaseSettings], name: str) -> str:
     return f"{kind.model_config['env_prefix']}{name}".upper()
+
+
+def _source(kind: type[BaseSettings], name: str, variables: Mapping[str, str]) -> str:
+    """The variable that a field was read from."""
+    own = _variable(kind, name)
+    others = [other for other, field in variables.items() if field == name]
+    return next((one for one in (own, *others) if os.environ.get(one)), own)
 
 
 def _expected(schema: dict[str, Any]) -> str:

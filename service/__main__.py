@@ -52,12 +52,13 @@ def start(arguments: Sequence[str], signals: Signals) -> int:
     from lenet.command_line import parse, unknown_variables
     from lenet.errors import InvalidSettings
     from service import logs
-    from service.settings import Settings
+    from service.settings import CLOUDS, Settings
 
     if arguments[:1] == ["serve"]:  # so SageMaker runs a container
         arguments = arguments[1:]
     try:
-        settings = parse(Settings, arguments, DISTRIBUTION, distribution_version())
+        version = distribution_version()
+        settings = parse(Settings, arguments, DISTRIBUTION, version, variables=CLOUDS)
     except InvalidSettings as exc:
         for message in str(exc).splitlines():
             print(f"settings: {message}", file=sys.stderr)

@@ -16,7 +16,7 @@ from lenet.command_line import parse
 from lenet.errors import InvalidSettings
 from service.assembly import open_service
 from service.errors import STARTUP_ERRORS
-from service.settings import Settings
+from service.settings import CLOUDS, Settings
 
 _STATE = "lenet_serve"
 """What the server hands from the lifespan to each request, by name."""
@@ -34,7 +34,8 @@ async def open_app(settings: Settings | None = None) -> AsyncIterator[ASGIApp]:
         InvalidWeightFile, GoldenMismatch: the weights must not be served.
         BackendUnavailable, DeviceError: the device cannot be used.
     """
-    async with open_service(settings or parse(Settings, (), DISTRIBUTION)) as service:
+    settings = settings or parse(Settings, (), DISTRIBUTION, variables=CLOUDS)
+    async with open_service(settings) as service:
         yield service.asgi
 
 

@@ -19,6 +19,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
 # Read here, although `settings` knows them: importing it takes 0.18 s of a core, this 0.04.
 _HOST, _PORT = "127.0.0.1", "8000"
+_PORT_VARIABLES = ("LENET_PORT", "AIP_HTTP_PORT", "SAGEMAKER_BIND_TO_PORT")
 _LOOPBACK = {"0.0.0.0": ("127.0.0.1",), "::": ("::1", "127.0.0.1")}  # noqa: S104 - not bound
 _TIMEOUT_S = 2.0
 
@@ -40,9 +41,10 @@ def obstacle() -> str | None:
     not open, as it is once the service is ready.
     """
     host = os.environ.get("LENET_HOST") or _HOST
-    given = os.environ.get("LENET_PORT") or os.environ.get("AIP_HTTP_PORT") or _PORT
+    variable = next(filter(os.environ.get, _PORT_VARIABLES), "LENET_PORT")
+    given = os.environ.get(variable) or _PORT
     if not given.isdecimal():
-        return f"LENET_PORT is {given!r}, expected the number of the service's port"
+        return f"{variable} is {given!r}, expected the number of the service's port"
     problem = None
     for name in host.split(","):
         for address in _LOOPBACK.get(name.strip(), (name.strip(),)):

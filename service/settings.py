@@ -36,7 +36,7 @@ _PRIVATE = frozenset("@?")
 _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 _LAST_PORT = 65535
 _ROUTE = re.compile(r"(/[A-Za-z0-9._~:@-]+)+", re.ASCII)
-_CLOUDS = {
+CLOUDS = {
     "AIP_HTTP_PORT": "port",
     "SAGEMAKER_BIND_TO_PORT": "port",
     "AIP_PREDICT_ROUTE": "predict_route",
@@ -310,7 +310,7 @@ class Settings(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: dict[str, object]) -> dict[str, object]:
-        for variable, name in _CLOUDS.items():
+        for variable, name in CLOUDS.items():
             if name not in values and os.environ.get(variable):
                 values = {**values, name: os.environ[variable]}
         devices = values.get("devices")

@@ -57,8 +57,10 @@ def test_a_message_names_what_was_asked_and_what_came_of_it(answering, monkeypat
     monkeypatch.setenv("LENET_HOST", "127.0.0.3")
     refused = f"/readyz at 127.0.0.3:{port}: ConnectionRefusedError: "
     assert healthcheck.obstacle().startswith(refused)
-    monkeypatch.setenv("LENET_PORT", "tcp://10.96.0.7:80")
-    assert healthcheck.obstacle().startswith("LENET_PORT is 'tcp://10.96.0.7:80', expected")
+    monkeypatch.delenv("LENET_PORT")
+    for name in ("SAGEMAKER_BIND_TO_PORT", "AIP_HTTP_PORT", "LENET_PORT"):  # the last one wins
+        monkeypatch.setenv(name, "tcp://10.96.0.7:80")
+        assert healthcheck.obstacle().startswith(f"{name} is 'tcp://10.96.0.7:80', expected")
 
 
 def test_without_variables_it_asks_where_a_service_without_settings_listens(monkeypatch):

@@ -197,8 +197,11 @@ def test_a_taken_port_ends_the_process_with_5_and_is_named(start, which, workers
     assert "Traceback" not in service.log
 
 
-def test_clouds_start_the_service_by_their_variables_and_words(started, monkeypatch):
+def test_clouds_start_the_service_by_their_variables_and_words(started, monkeypatch, capsys):
     for variable in ("SAGEMAKER_BIND_TO_PORT", "AIP_HTTP_PORT"):
+        monkeypatch.setenv(variable, "http")
+        assert main([]) is ExitCode.SETTINGS
+        assert f"settings: {variable} is 'http', expected a whole" in capsys.readouterr().err
         monkeypatch.setenv(variable, "8080")
         main(["serve"])
         main(["--port", "9000"])
