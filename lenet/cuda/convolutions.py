@@ -137,8 +137,7 @@ class Convolutions:
         channels, *sides = self.model.shapes()[0].output
         (h, ph), (w, pw) = zip(sides, second.padding, strict=True)
         r, s = second.kernel
-        width = storage_dtype(self.precision).itemsize
-        chunks = -(-channels * width // _CHUNK_BYTES)
+        chunks = -(-channels // self._chunk_channels)
         steps = -(-r * s * chunks // 2)
         pixel, half = (chunks | 1) * _CHUNK_BYTES, (w + 2 * pw + 1) // 2
         wanted = (w + 2 * pw - s + 1) // 2 * pixel // 2 // 16 * 16 % 64
@@ -147,10 +146,22 @@ class Convolutions:
         padded_channels = round_up(channels, 8)
         first_bytes = parts(self.precision) * len(taps) * padded_channels * 2
         slice_tiles, part_tiles = self._tiles(split)
-        filters = steps * (256 * slice_tiles + 16) + first_bytes + 4 * padded_channels
-        images = split.teams * (self._copies_bytes() + (h + 2 * ph) * pitch)
+        filters = (
+            steps * (256 * self._planes * slice_tiles + 16) + first_bytes + 4 * padded_channels
+        )
+        images = split.teams * (self._copies_bytes() + self._planes * (h + 2 * ph) * pitch)
         sums = (split.depths - 1) * self._groups * split.parts * part_tiles * 1024
         return filters + images + sums
+
+    @property
+    def _planes(self) -> int:
+        """The halves whose sum is an operand of the second convolution, 1 in TF32."""
+        return 2 if self.precision == "fp32" else 1
+
+    @property
+    def _chunk_channels(self) -> int:
+        """The channels of a pixel in 16 bytes of the second convolution's input."""
+        return 4 if self.precision == "tf32" else 8
 
     def _tiles(self, split: Split) -> tuple[int, int]:
         """The tiles of a slice and of a part of it."""
@@ -192,7 +203,7 @@ class Convolutions:
             key=lambda n: -(-rows // (n * limits.multiprocessors)) * (2 * n + 1),
         )
         # Where one multiplication takes long, more warps hide it.
-        slow = self.precision == "fp32" or (self.precision == "tf32" and teams == 1)
+        slow = self.precision == "tf32" and teams == 1
         warps = min(_WARPS, max(2 * self._groups, _WARPS if slow else _WARPS // 2))
         team = max(min(2, self._groups), warps // teams)
         slices = 1 if teams > 1 else min(self._pairs, max(1, limits.multiprocessors // rows))
@@ -200,7 +211,8 @@ class Convolutions:
         slices = -(-self._pairs // pairs)
         parts = min(pairs, max(1, team // self._groups))
         # So many pairs of a warp stay in registers; in fp32 it has two sums of each.
-        parts = max(parts, -(-pairs // (2 if self.precision == "fp32" else 4)))
+        few = self.precision == "fp32" and teams * team > _WARPS // 2
+        parts = max(parts, -(-pairs // (2 if few else 4)))
         tasks = self._groups * parts
         for depths in range(min(_MAX_DEPTHS, team // tasks) if teams == 1 else 1, 1, -1):
             split = Split(1, tasks * depths, slices, parts, depths)
@@ -211,31 +223,32 @@ class Convolutions:
     def _fits(self, split: Split, limits: Limits) -> bool:
         return self.shared_bytes(split) <= limits.shared_bytes
 
-    def pack_first(self, weight: ArrayLike) -> Fragments:
+    def pack_first(self, weight: NDArray[Any]) -> Fragments:
         """The first filters (k, 1, r, s) as the lanes of a warp read them.
 
         Returns:
-            float16 (halves, steps, tiles, 32 lanes, 4), C-contiguous: the halves of each weight.
+            float16 (halves, steps, tiles, 32 lanes, 4), C-contiguous: the halves of each weight,
+            in fp32 scaled as `scales` says.
         """
-        rest = mma_b(filter_matrix(weight, round_up(self.first.channels, 8)))
-        halves: list[NDArray[np.float16]] = []
-        for _ in range(parts(self.precision)):
-            halves.append(rest.astype(np.float16))
-            rest = rest - halves[-1]
-        return np.stack(halves)
+        if self.precision == "fp32":
+            weight = np.ldexp(np.asarray(weight, np.float32), _exponents(abs(weight).max()))
+        matrix = filter_matrix(weight, round_up(self.first.channels, 8))
+        return np.stack(_halves(mma_b(matrix), parts(self.precision)))
 
-    def pack_second(self, weight: ArrayLike) -> Fragments:
+    def pack_second(self, weight: NDArray[Any]) -> Fragments:
         """The second filters (k, c, r, s) as the lanes of a warp read them.
 
         Returns:
-            (steps, tiles, 32 lanes, 2, values in 4 bytes), float16 or float32, C-contiguous. A step
-            covers two chunks, of 16 bytes of channels each.
+            (steps, tiles, 32 lanes, planes, 2, values in 4 bytes), C-contiguous: float32 in TF32,
+            else float16. A step covers two chunks, of 16 bytes of channels each. In fp32 the planes
+            are the halves of each weight, which is scaled as `scales` says.
         """
-        weight = np.asarray(weight, np.float32)
-        dtype = storage_dtype(self.precision)
+        weight = weight.astype(np.float32)
         k, c, r, s = weight.shape
-        values = _CHUNK_BYTES // dtype.itemsize
+        values = self._chunk_channels
         size = r, s, round_up(c, values), round_up(k, 16)
+        if self.precision == "fp32":
+            weight = np.ldexp(weight, _exponents(abs(weight).max((1, 2, 3)))[:, None, None, None])
         taps = zero_pad_to(weight.transpose(2, 3, 1, 0), size)
         chunks = taps.reshape(-1, values, size[-1])
         chunks = zero_pad_to(chunks, (round_up(len(chunks), 2), *chunks.shape[1:]))
@@ -243,8 +256,39 @@ class Convolutions:
         axes = chunks.reshape(-1, 2, 4, values // 4, size[-1] // 16, 4, 2, 2)
         # step, half, t of k, value; a, t, b, e -> step, a, b, (t, e), t of k, half, value
         ordered = axes.transpose(0, 4, 6, 5, 7, 2, 1, 3)
-        lanes = ordered.reshape(len(ordered), -1, 32, 2, values // 4)
-        return np.ascontiguousarray(lanes[:, : tiles(k)].astype(dtype))
+        lanes = ordered.reshape(len(ordered), -1, 32, 2, values // 4)[:, : tiles(k)]
+        if self.precision == "tf32":
+            return np.ascontiguousarray(lanes[:, :, :, None])
+        return np.stack(_halves(lanes, self._planes), axis=3)
+
+    def scales(
+        self, weight: NDArray[Any], bias: NDArray[Any], weight2: NDArray[Any]
+    ) -> NDArray[np.float32]:
+        """The factors of fp32, by which halves hold filters and activations of any size.
+
+        Args:
+            weight: (k, 1, r, s), of the first convolution.
+            bias: (k,), likewise.
+            weight2: (k, c, r, s), of the second one.
+
+        Returns:
+            float32 (1 + K, 2), powers of two. First the factor of the first convolution's sums,
+            which undoes that of its filters, and the factor of its output, which no image brings
+            beyond 2^15. Then, for each output channel, two factors of the second's sums: their
+            product undoes the factors of the output and of the filter.
+        """
+        largest = (abs(weight.astype(float)).sum((1, 2, 3)) + abs(bias.astype(float))).max()
+        activation = self.first.activation
+        if activation.kind == "sigmoid":
+            largest = 1.0
+        elif activation.kind == "elu":
+            largest *= max(1.0, activation.parameter)
+        of_output = _exponents(largest)
+        undone = -(of_output + _exponents(abs(weight2).max((1, 2, 3))))
+        exponents = np.zeros((1 + padded(len(weight2)), 2), np.int32)
+        exponents[0] = -_exponents(abs(weight).max()), of_output
+        exponents[1 : 1 + len(undone)] = np.stack([undone // 2, undone - undone // 2], axis=1)
+        return np.ldexp(np.float32(1), exponents)
 
     def launch(  # pragma: no cover - needs a GPU
         self,
@@ -253,6 +297,7 @@ class Convolutions:
         images: Any,
         weights: tuple[Any, Any],
         biases: tuple[Any, Any],
+        scales: Any,
         y: Any,
         divided: Split | None = None,
     ) -> Launch:
@@ -264,7 +309,7 @@ class Convolutions:
         blocks = min(-(-rows // divided.teams), limits.multiprocessors // divided.slices)
         grid = (blocks, divided.slices)
         threads = (32 * divided.team * divided.teams,)
-        arguments = (images, *weights, *biases, y, np.int32(rows))
+        arguments = (images, *weights, *biases, scales, y, np.int32(rows))
         return lambda: kernel(grid, threads, arguments, size)
 
 
@@ -272,3 +317,21 @@ def tiles(channels: int) -> int:
     """The tiles of eight output channels: pairs, but the last may be alone with two channels."""
     rest = channels % 16
     return channels // 16 * 2 + (0 if rest == 0 else 1 if rest <= 2 else 2)
+
+
+def _halves(values: NDArray[np.float32], count: int) -> list[NDArray[np.float16]]:
+    """`count` halves whose sum is nearly `values`, the largest first."""
+    halves: list[NDArray[np.float16]] = []
+    for _ in range(count):
+        halves.append(values.astype(np.float16))
+        values = values - halves[-1]
+    return halves
+
+
+def _exponents(largest: ArrayLike) -> NDArray[np.int32]:
+    """Exponents of the powers of two that move each of `largest` to between 2^14 and 2^15.
+
+    Those of numbers below 2^-111 are smaller, so that a float32 holds the power.
+    """
+    _, exponents = np.frexp(np.asarray(largest, float))
+    return np.asarray(np.clip(15 - exponents, -126, 126), np.int32)

@@ -32,7 +32,7 @@ from lenet.cuda.capture import Launch
 from lenet.cuda.convolutions import Convolutions
 from lenet.cuda.device import Handle, Limits
 from lenet.cuda.graphs import Convolution, Precision, Uid
-from lenet.cuda.kernels import FOLDER, Kernels, Macros, scalar, storage_dtype
+from lenet.cuda.kernels import FOLDER, NULL, Kernels, Macros, scalar, storage_dtype
 from lenet.cuda.packing import PIXEL_SCALE, layout, padded
 from lenet.errors import BackendUnavailable
 from lenet.model import IDENTITY, RELU, Block, BlockShape, ConvBlock, DenseBlock, Model
@@ -128,6 +128,11 @@ def pack(
                 # Without tensor cores cuDNN is faster without the padding: 1.0 and 1.5 ms for 8,192
                 # images of 20 -> 50 channels (H100, 2026-11-26).
                 packed[names[0]] = packed[names[0]][..., : shape.input[0]]
+        if both is not None and precision == "fp32" and shape is shapes[1]:
+            first_weight, first_bias = (
+                file.tensors[f"{shapes[0].name}.{kind}"] for kind in ("weight", "bias")
+            )
+            packed[f"{shape.name}.scales"] = both.scales(first_weight, first_bias, weight)
         # A bias that a library adds has the type of the activations; our kernels add float32.
         added_by_library = is_fused(block) and shape is not shapes[-1] and not by_conv1
         wide = layouts[names[1]].pack(bias)
@@ -219,10 +224,12 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         y = self._take(oh, ow, padded(both.second.channels))
         weights, biases = zip(self._tensors(first.name), self._tensors(second.name), strict=True)
         kernels, limits = self._build.kernels, self._build.handle.limits
+        fp32 = self._build.precision == "fp32"
+        scales = self._build.weights[f"{second.name}.scales"] if fp32 else NULL
         self._add(
             f"{first.name}, {second.name}",
             *(
-                both.launch(kernels, limits, pixels, weights, biases, y)
+                both.launch(kernels, limits, pixels, weights, biases, scales, y)
                 for pixels in (buffers.pixels, buffers.pixels_on_host)
             ),
         )

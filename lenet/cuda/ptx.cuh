@@ -43,11 +43,9 @@ __device__ inline void multiply_tf32(float (&accumulator)[4], const unsigned (&a
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// A float as the sum of its nearest TF32 number and a rest. Adding half of the last bit that is
-// kept rounds to nearest.
-__device__ inline void split(unsigned value, unsigned& high, unsigned& low) {
-    high = (value + 0x1000u) & 0xffffe000u;
-    low = __float_as_uint(__uint_as_float(value) - __uint_as_float(high));
+// The TF32 number nearest to a float, by its bits: half of the last bit that is kept is added.
+__device__ inline unsigned rounded_to_tf32(unsigned value) {
+    return (value + 0x1000u) & 0xffffe000u;
 }
 
 // Four matrices of 8 rows of 16 bytes from shared memory: lane l names row l % 8 of matrix l / 8,

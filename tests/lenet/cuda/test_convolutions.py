@@ -74,9 +74,10 @@ def convolutions(name, precision):
         ("lenet", "fp16", 512, Split(4, 2)),
         ("lenet", "fp16", 8192, Split(8, 2)),
         ("lenet", "tf32", 8192, Split(4, 2)),
-        ("lenet", "fp32", 1, Split(1, 16, slices=4, depths=8)),
-        ("lenet", "fp32", 8192, Split(4, 4, parts=2)),
-        ("cnn-32-64", "fp32", 8192, Split(2, 8, parts=2)),
+        ("lenet", "fp32", 1, Split(1, 8, slices=4, depths=4)),
+        ("lenet", "tf32", 1, Split(1, 16, slices=4, depths=8)),
+        ("lenet", "fp32", 8192, Split(4, 2)),
+        ("cnn-32-64", "fp32", 8192, Split(2, 7, parts=2)),
     ],
 )
 def test_few_images_are_shared_by_blocks_and_many_share_a_block(name, precision, rows, expected):

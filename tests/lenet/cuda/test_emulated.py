@@ -99,24 +99,55 @@ def addresses(*arrays):
 )
 def test_the_first_two_convolutions_are_those_of_float64(compiled, name, precision, split):
     model = NETWORKS[name]
-    both = Convolutions.of(model, precision, HOPPER)
-    kernel = compiled("convolutions", both.macros(split))
-    assert kernel.shared_bytes() == both.shared_bytes(split)
-    generator, dtype = np.random.default_rng(5), storage_dtype(precision)
-    images = generator.integers(0, 256, (3, 28, 28), np.uint8)
-    tensors = {
+    found, expected = both_convolutions(compiled, model, precision, split, normal(model))
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error < LARGEST[precision]
+
+
+@pytest.mark.parametrize("name", ["lenet", "odd"])
+@pytest.mark.parametrize("factor", [1e-30, 1e-12, 1e12, 1e25])
+def test_float32_of_halves_takes_filters_of_any_size(compiled, name, factor):
+    """Far beyond what halves hold, 6e-8 to 65,504; each output channel has a size of its own."""
+    model = NETWORKS[name]
+    tensors = normal(model)
+    if name == "lenet":  # the activation of "odd" gives 0 to 1
+        for kind in ("weight", "bias"):
+            tensors[f"conv1.{kind}"] *= np.float32(factor)
+    sizes = np.geomspace(1, 1e6, len(tensors["conv2.bias"])).astype(np.float32)
+    tensors["conv2.weight"] *= sizes[:, None, None, None] / np.float32(factor)
+    tensors["conv2.bias"] *= sizes / np.float32(1 if name == "lenet" else factor)
+    found, expected = both_convolutions(compiled, model, "fp32", Split(2, 2), tensors)
+    found, expected = (y / sizes[:, None, None] for y in (found, expected))
+    assert np.linalg.norm(found - expected) < LARGEST["fp32"] * np.linalg.norm(expected)
+
+
+def normal(model):
+    """Normal tensors of `model`."""
+    generator = np.random.default_rng(5)
+    return {
         name: generator.standard_normal(shape).astype(np.float32)
         for name, shape in model.parameters().items()
     }
+
+
+def both_convolutions(compiled, model, precision, split, tensors):
+    """The second pooled image by the kernel and in float64, (n, k, oh, ow)."""
+    both = Convolutions.of(model, precision, HOPPER)
+    kernel = compiled("convolutions", both.macros(split))
+    assert kernel.shared_bytes() == both.shared_bytes(split)
+    images = np.random.default_rng(6).integers(0, 256, (3, 28, 28), np.uint8)
     filters = {block: tensors[f"{block}.weight"] for block in ("conv1", "conv2")}
     biases = [zero_pad_to(tensors[f"conv{k}.bias"], (64,)) for k in (1, 2)]
     channels, oh, ow = model.shapes()[1].output
+    dtype = storage_dtype(precision)
     y = aligned(np.full((len(images), oh, ow, padded(channels)), 7, dtype))
     given = map(
         aligned, (images, both.pack_first(filters["conv1"]), both.pack_second(filters["conv2"]))
     )
-    kept = [*given, *map(aligned, biases), y]
+    scales = both.scales(filters["conv1"], tensors["conv1.bias"], filters["conv2"])
+    kept = [*given, *map(aligned, biases), aligned(scales), y]
     kernel.run(*addresses(*kept), len(images), 1, split.slices)
+    assert not y[..., channels:].any()
 
     exact = {key: tensor.astype(float) for key, tensor in tensors.items()}
     if precision == "fp16":  # as they are stored
@@ -128,10 +159,7 @@ def test_the_first_two_convolutions_are_those_of_float64(compiled, name, precisi
         for step in reference.steps(model, exact, images)
         if (step.name, step.kind) == ("conv2", "pooling")
     )
-    found = y[..., :channels].transpose(0, 3, 1, 2)
-    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
-    assert error < LARGEST[precision]
-    assert not y[..., channels:].any()
+    return y[..., :channels].transpose(0, 3, 1, 2), expected
 
 
 @pytest.mark.parametrize(

@@ -170,10 +170,7 @@ inline void multiply_tf32(float (&accumulator)[4], const unsigned (&a)[4], const
         [](auto& words, int column, int k) { return tf32_of(words[column * 4 + k % 4][k / 4]); });
 }
 
-inline void split(unsigned value, unsigned& high, unsigned& low) {
-    high = (value + 0x1000u) & 0xffffe000u;
-    low = bits<unsigned>(bits<float>(value) - bits<float>(high));
-}
+inline unsigned rounded_to_tf32(unsigned value) { return (value + 0x1000u) & 0xffffe000u; }
 
 inline void __threadfence() {}
 inline unsigned atomicAdd(unsigned* at, unsigned value) {
