@@ -1,8 +1,8 @@
 """TensorFlow Serving's REST API, for clients that come from there.
 
 `POST /v1/models/{model}[/versions/{version}]:predict` predicts, `GET` of the same without
-`:predict` is the status, with `/metadata` behind it the tensors. A prediction has two outputs,
-`probabilities` and `label`.
+`:predict` is the status, with `/metadata` behind it the tensors. A prediction has the outputs
+`probabilities` and `label`, and `name` if the model's classes have names.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from service.api.openapi import TENSORFLOW_TAG, UNKNOWN
 from service.api.routes import MODEL, MODEL_VERSION, TENSORFLOW
 from service.api.schemas import ModelNames
 from service.engine.models import Models
+from service.forms.tensorflow import has_names
 from service.forms.tensors import ALL_OUTPUTS, INPUT_METADATA, TensorMetadata, output_metadata
 
 
@@ -92,6 +93,8 @@ def status_routes(models: Models) -> APIRouter:
         path = asked.path_params
         version = models.get(path["model"], path.get("version", "")).version
         outputs = output_metadata(ALL_OUTPUTS, -1, version.weights.model.classes)
+        if has_names(version.labels):
+            outputs += (TensorMetadata("name", "STRING", (-1,)),)
         signature = {
             "inputs": _tensors([INPUT_METADATA]),
             "outputs": _tensors(outputs),

@@ -184,7 +184,7 @@ def _columns(probabilities: Probabilities, names: tuple[str, ...]) -> Iterator[b
         yield begin + orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
         begin = b","
     labels = probabilities.argmax(axis=1).tolist()
-    own = b',"name":%b' % orjson.dumps([names[one] for one in labels]) if _named(names) else b""
+    own = b',"name":%b' % orjson.dumps([names[one] for one in labels]) if has_names(names) else b""
     yield b'],"label":%b%b}}' % (orjson.dumps(labels), own)
 
 
@@ -195,7 +195,7 @@ def _rows(probabilities: Probabilities, names: tuple[str, ...]) -> Iterator[byte
         predictions = [
             {"probabilities": row, "label": label} for row, label in zip(rows, labels, strict=True)
         ]
-        if _named(names):
+        if has_names(names):
             for one in predictions:
                 one["name"] = names[one["label"]]
         yield begin + orjson.dumps(predictions, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
@@ -204,7 +204,7 @@ def _rows(probabilities: Probabilities, names: tuple[str, ...]) -> Iterator[byte
 
 
 @lru_cache(maxsize=64)
-def _named(names: tuple[str, ...]) -> bool:
+def has_names(names: tuple[str, ...]) -> bool:
     """Whether the classes have other names than their numbers."""
     return any(name != str(label) for label, name in enumerate(names))
 

@@ -483,6 +483,9 @@ def test_a_model_of_other_classes_is_not_said_to_read_digits(service, visit):
     page.reads("1,")
     lefts = {box["x"] for box in (track.bounding_box() for track in page.locator(".track").all())}
     assert len(lefts) == 1  # all bars begin at the same place
+    page.wait_for_selector(".layer canvas")
+    sums = page.locator(".layer p").last.inner_text()
+    assert all(f" {name}: " in sums for name in answer["models"][0]["labels"])
 
 
 def test_the_page_says_that_the_service_is_away_and_that_it_is_back(serve, visit):

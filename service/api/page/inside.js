@@ -2,13 +2,13 @@
 
 import { fit, make } from "./show.js";
 
-/** Show the layers of an answer of /explain in `place`. */
-export function showInside(place, layers) {
+/** Show the layers of an answer of /explain in `place`; `names` are those of the classes. */
+export function showInside(place, layers, names) {
   const create = () => make("div", { className: "layer" }, make("h3"), make("p", { className: "note" }), make("canvas", { role: "img" }));
   fit(place, layers.length, create).forEach((row, i) => {
     const layer = layers[i], [title, text, canvas] = row.children;
     title.textContent = `${layer.name}: ${layer.kind}, ${layer.shape.join(" x ")}`;
-    text.textContent = sentence(layer, layers);
+    text.textContent = sentence(layer, layers, names);
     canvas.hidden = !layer.data && !layer.values;
     canvas.ariaLabel = title.textContent;
     if (!canvas.hidden) paint(canvas, layer);
@@ -64,7 +64,7 @@ function rising(part) { // Black, purple, orange, white.
 
 const diverging = (part) => mix([238, 234, 226], part < 0 ? [24, 82, 168] : [178, 40, 16], Math.min(1, Math.abs(part)));
 
-function sentence(layer, layers) {
+function sentence(layer, layers, names) {
   const { name, kind, shape } = layer;
   if (!layer.data && !layer.values) return "Too large to be sent.";
   const first = layers.find((one) => one.kind === "convolution")?.name === name;
@@ -83,7 +83,7 @@ function sentence(layer, layers) {
       return `${shape[0]} units, each a weighted sum of everything before: one matrix product. For few images on a GPU it is a kernel of this project, for many cuBLAS's. The strongest: ${strongest.map(([value, i]) => `unit ${i} (${value.toFixed(2)})`).join(", ")}.`;
     }
     case "logits":
-      return `One sum a class, before softmax: ${valuesOf(layer).map((value, i) => `${i}: ${value.toFixed(1)}`).join(", ")}. On a GPU the last product and softmax are one kernel.`;
+      return `One sum a class, before softmax: ${valuesOf(layer).map((value, i) => `${names[i] ?? i}: ${value.toFixed(1)}`).join(", ")}. On a GPU the last product and softmax are one kernel.`;
     default:
       return "";
   }

@@ -540,7 +540,7 @@ const explain = newest(async () => {
   const { label, name, confidence } = explanation.prediction;
   say("damaged", damaged ? `The damaged network reads ${name ?? label}, ${percent(confidence)} sure.` : "");
   say("inside-note", `${explanation.model}, version ${explanation.version}${damaged ? ", damaged" : ""}: computed again in NumPy, layer by layer, on the image beside the answer. Darkest is 0 or the smallest value, brightest the largest.`);
-  if (open) showInside($("layers"), explanation.layers);
+  if (open) showInside($("layers"), explanation.layers, labelsOf(explanation.model));
   const layers = [...new Set(explanation.layers.map((layer) => layer.name))];
   if ($("noisy").length === 1) $("noisy").append(...layers.map((layer) => make("option", { textContent: layer })));
 }, explainNothing);

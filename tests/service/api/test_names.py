@@ -70,6 +70,12 @@ async def test_an_explanation_and_the_information_have_the_names(letters):
     assert [tuple(one["labels"]) for one in models if one["name"] == "letters"] == [NAMES]
 
 
+async def test_the_names_are_an_output_of_the_signature(letters):
+    found = (await letters.client.get("/v1/models/letters/metadata")).json()
+    (signature,) = found["metadata"]["signature_def"]["signature_def"].values()
+    assert signature["outputs"]["name"]["dtype"] == "DT_STRING"
+
+
 async def test_an_answer_over_grpc_has_the_names(letters):
     tensor = pb.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8")
     tensor.shape.extend(IMAGES.shape)
