@@ -65,7 +65,8 @@ def search(settings: Search, model: Model, dataset: Dataset, report: Callable[[s
 
     Raises:
         ImportError: optuna is not installed.
-        InvalidSettings: a setting cannot be varied, or not from the recipe's value on.
+        InvalidSettings: a setting cannot be varied, or not from the recipe's value on, or the
+            journal is not one.
         UnwritableFolder: the journal cannot be written.
         DeviceError, DeviceUnavailable: as `side_by_side`.
     """
@@ -74,22 +75,26 @@ def search(settings: Search, model: Model, dataset: Dataset, report: Callable[[s
     from optuna.trial import TrialState
 
     _check(settings)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    described = f"{settings.command()} on {dataset.sha256} as {model.to_json()}"
     try:
         settings.journal.parent.mkdir(parents=True, exist_ok=True)
-        storage = optuna.storages.JournalStorage(JournalFileBackend(str(settings.journal)))
+        study = optuna.create_study(
+            storage=optuna.storages.JournalStorage(JournalFileBackend(str(settings.journal))),
+            study_name=hashlib.sha256(described.encode()).hexdigest()[:16],
+            sampler=optuna.samplers.TPESampler(),
+            pruner=optuna.pruners.MedianPruner(),
+            load_if_exists=True,
+        )
     except OSError as exc:
         raise UnwritableFolder(
             f"--journal is {settings.journal}: it cannot be written ({exc.strerror})"
         ) from exc
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    described = f"{settings.command()} on {dataset.sha256} as {model.to_json()}"
-    study = optuna.create_study(
-        storage=storage,
-        study_name=hashlib.sha256(described.encode()).hexdigest()[:16],
-        sampler=optuna.samplers.TPESampler(),
-        pruner=optuna.pruners.MedianPruner(),
-        load_if_exists=True,
-    )
+    except (AttributeError, LookupError, TypeError, ValueError) as exc:  # Optuna checks no line
+        raise InvalidSettings(
+            f"--journal is {settings.journal}: it is damaged or another file "
+            f"({type(exc).__name__}: {exc}), expected what search wrote, or a new file"
+        ) from exc
     ended = TrialState.COMPLETE, TrialState.PRUNED
     if not study.get_trials(states=(*ended, TrialState.RUNNING, TrialState.WAITING)):
         study.enqueue_trial({name: getattr(settings, name) for name in settings.over})
@@ -134,6 +139,8 @@ def _check(settings: Search) -> None:
     if not settings.over:
         raise InvalidSettings(f"--over names none of {','.join((*_RANGES, *_CHOICES))}")
     for name in settings.over:
+        if settings.over.count(name) > 1:
+            raise InvalidSettings(f"--over names {name} more than once, expected each setting once")
         value: Any = getattr(settings, name, None)
         flag = f"--{name.replace('_', '-')}"
         if name in _RANGES:

@@ -97,6 +97,7 @@ def test_a_recipe_that_diverges_is_a_trial_without_a_result(tmp_path, without_te
     [
         ({"over": ()}, "--over names none of rate,momentum,"),
         ({"over": ("epochs",)}, "--over names epochs, expected some of rate,"),
+        ({"over": ("rate", "scale", "rate")}, "--over names rate more than once"),
         ({"rate": 5.0}, "--rate is 5.0, expected 0.01 to 2, the range of the search"),
         ({"over": ("batch",), "batch": 99}, "--batch is 99, expected one of 64, 128, 256, "),
     ],
@@ -104,6 +105,15 @@ def test_a_recipe_that_diverges_is_a_trial_without_a_result(tmp_path, without_te
 def test_a_setting_that_cannot_be_varied_is_refused(tmp_path, without_test_images, fields, message):
     with pytest.raises(InvalidSettings, match=message):
         search(settings(tmp_path, **fields), named("mlp"), without_test_images, [].append)
+
+
+@pytest.mark.parametrize("content", [b"{\n", b"\xff\n", b"[]\n", b"1\n", b'{"a": 1}\n'])
+def test_a_journal_that_search_did_not_write_is_refused(content, tmp_path, without_test_images):
+    chosen = settings(tmp_path)
+    chosen.journal.parent.mkdir()
+    chosen.journal.write_bytes(content)
+    with pytest.raises(InvalidSettings, match=r"^--journal is .*: it is damaged or another file"):
+        search(chosen, named("mlp"), without_test_images, [].append)
 
 
 PROGRAM = """
