@@ -72,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # (2026-11-20), and several times as long when another program uses a core.
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
         os.environ[variable] = "1"
-    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, signal.default_int_handler)}
+    if command not in ("fit", "search") and hasattr(signal, "SIGPIPE"):
+        before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head -1` again
     try:
         from trainer.commands import run
 
@@ -81,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     finally:
-        signal.signal(signal.SIGTERM, terminate)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

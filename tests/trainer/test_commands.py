@@ -370,12 +370,16 @@ def test_a_weight_file_is_exported_and_evaluated_without_what_training_needs(
     assert "python -m pip install matplotlib" in outcome.stderr
 
 
-def test_the_help_ends_without_a_traceback_when_nobody_reads_it():
+WEIGHTS = str(Path(__file__).parents[2] / "weights/mlp/1.safetensors")
+
+
+@pytest.mark.parametrize("line", [["--help"], ["inspect", WEIGHTS, "--device", "cpu"]])
+def test_what_only_prints_ends_without_a_message_when_nobody_reads_it(line):
     reader, writer = os.pipe()
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "trainer", "--help"], stdout=writer, stderr=subprocess.PIPE
+            [sys.executable, "-m", "trainer", *line], stdout=writer, stderr=subprocess.PIPE
         )
     finally:
         os.close(writer)
