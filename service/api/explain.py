@@ -173,8 +173,8 @@ class _Explanation(ImageRequest):
             "index": self._index,
             "prediction": orjson.Fragment(one_prediction(probabilities, version.labels)),
         }
-        if self.asked.doubts:
-            document["warnings"] = warnings(self.asked.doubts)
+        if found := warnings(self.asked.doubts, version.labels):
+            document["warnings"] = found
         document["layers"] = [_layer(layer) for layer in layers]
         return Content(JSON, orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))
 

@@ -117,13 +117,15 @@ class ImageForm:
 
 _A_ROW = 4
 """Pieces of JSON that one row has."""
+_DIGITS = tuple("0123456789")
 
 
 @span("encode")
 def prediction_json(answered: Answered, doubts: Sequence[tuple[int, Doubt]]) -> Content:
     """The JSON of `PredictResponse`: a batch's numbers are written once for all its requests."""
     batch, version, start = answered.batch, answered.version, answered.row
-    end = b']}],"warnings":%s}' % orjson.dumps(warnings(doubts)) if doubts else b"]}]}"
+    found = warnings(doubts, version.labels) if doubts else []
+    end = b']}],"warnings":%s}' % orjson.dumps(found) if found else b"]}]}"
     if answered.rows > WRITTEN_ROWS:
         return Content(JSON, steps=_steps(answered, end))
     pieces: list[bytes] | None = batch.encoded.get("json")
@@ -161,9 +163,15 @@ def _steps(answered: Answered, end: bytes) -> Iterator[bytes]:
         yield b"".join(pieces)
 
 
-def warnings(doubts: Sequence[tuple[int, Doubt]]) -> list[dict[str, object]]:
-    """The `warnings` of an answer."""
-    return [{"image": index, "code": doubt, "message": WARNINGS[doubt]} for index, doubt in doubts]
+def warnings(
+    doubts: Sequence[tuple[int, Doubt]], names: tuple[str, ...]
+) -> list[dict[str, object]]:
+    """The `warnings` of an answer; that a shape is no digit, only where `names` are the digits."""
+    return [
+        {"image": index, "code": doubt, "message": WARNINGS[doubt]}
+        for index, doubt in doubts
+        if doubt != "not_a_digit" or names == _DIGITS
+    ]
 
 
 def _pieces(probabilities: Probabilities, names: tuple[str, ...]) -> list[bytes]:

@@ -1,10 +1,12 @@
 """The names of 47 classes in the answers of every door."""
 
+import io
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from lenet.model import IDENTITY, DenseBlock, Model
 from service.forms import open_inference_pb2 as pb
@@ -74,6 +76,20 @@ async def test_the_names_are_an_output_of_the_signature(letters):
     found = (await letters.client.get("/v1/models/letters/metadata")).json()
     (signature,) = found["metadata"]["signature_def"]["signature_def"].values()
     assert signature["outputs"]["name"]["dtype"] == "DT_STRING"
+
+
+async def test_a_shape_is_not_said_to_be_no_digit_where_classes_are_no_digits(letters):
+    block = Image.new("L", (100, 100), 255)
+    block.paste(0, (20, 20, 80, 80))
+    block.save(file := io.BytesIO(), "PNG")
+    for model, warned in (("tiny", True), ("letters", False)):
+        for path in ("/predict", "/explain"):
+            headers = {"content-type": "image/png"}
+            answer = await letters.client.post(
+                f"{path}?model={model}", content=file.getvalue(), headers=headers
+            )
+            assert answer.status_code == 200, answer.text
+            assert ("warnings" in answer.json()) == warned
 
 
 async def test_an_answer_over_grpc_has_the_names(letters):
