@@ -120,11 +120,13 @@ def read_tensorflow_body(body: Body, reader: Reader) -> tuple[Images, bool]:
     signature = document.pop("signature_name", "")
     if signature not in _SIGNATURES:
         raise invalid("signature_name", shown(signature), f"none, or {_SIGNATURES[1]!r}")
-    parameters = document.pop("parameters", None)
-    if parameters is not None and type(parameters) is not dict:
-        raise invalid("parameters", shown(parameters), "an object")
-    if parameters and "scale" in parameters:
-        reader.scale = scale_of(parameters["scale"], "parameters.scale")
+    document.pop("id", None)  # of a line of a batch job; the API's answer has no place for it
+    for name in ("parameters", "params"):  # Vertex AI's and MLflow's
+        parameters = document.pop(name, None)
+        if parameters is not None and type(parameters) is not dict:
+            raise invalid(name, shown(parameters), "an object")
+        if parameters and "scale" in parameters:
+            reader.scale = scale_of(parameters["scale"], f"{name}.scale")
     if len(document) != 1 or not document.keys() <= {"instances", "inputs"}:
         names = " and ".join(sorted(map(shown, islice(document, 3)))) or "nothing"
         hint = "; images as /predict takes them go there" if "images" in document else ""

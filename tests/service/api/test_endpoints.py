@@ -194,6 +194,8 @@ HTTP = {
     "invocation, MLflow's inputs, unit": invocation("?scale=unit", inputs=UNIT[None].tolist()),
     "invocation, npy, unit": ("/invocations?scale=unit", *npy(UNIT[None, ..., None])[1:]),
     "columns, unit": columns(UNIT[None].tolist(), "?scale=unit"),
+    "invocation, unit, params": invocation(inputs=UNIT[None].tolist(), params={"scale": "unit"}),
+    "invocation, id": invocation(instances=SEVEN[None].tolist(), id="7"),
     "columns, unit, parameters": columns({"image": [UNIT.tolist()]}, parameters={"scale": "unit"}),
     "infer, unit": infer("FP32", [1, 784], UNIT.ravel().tolist(), scale="unit"),
     "infer, unit in the URL": (INFER + "?scale=unit", *infer("FP64", [28, 28], UNIT.tolist())[1:]),

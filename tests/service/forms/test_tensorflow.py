@@ -38,6 +38,7 @@ from service.forms.tensorflow import read_tensorflow_body
         ({"inputs": {"x": 1}}, "inputs: got 'x', expected {\"image\": ...}"),
         ({"instances": [[0] * 784], "signature_name": "other"}, "signature_name: got 'other'"),
         ({"instances": [[0] * 784], "parameters": 7}, "parameters: got 7, expected an object"),
+        ({"instances": [[0] * 784], "params": 7}, "params: got 7, expected an object"),
         (
             {"instances": [[0] * 784], "parameters": {"scale": "x"}},
             "parameters.scale: got 'x', expected one of byte, unit",
