@@ -56,8 +56,10 @@ def _reference(body: bytes) -> tuple[Images, bool] | None:
         if type(document) is not dict:
             return None
         document = dict(document)
-        if document.pop("parameters", None) not in (None, {}):
-            return None
+        document.pop("id", None)
+        for name in ("parameters", "params"):
+            if document.pop(name, None) not in (None, {}):
+                return None
         if document.pop("signature_name", "") not in ("", "serving_default"):
             return None
         ((field, values),) = document.items()
