@@ -33,8 +33,10 @@ def test_three_hints_go_for_good_when_used_or_closed_and_return_by_the_button(
     page.wait_for_selector("#models tr")
     assert hints(page) == []
     page.click("nav a[href='#service']")
+    page.wait_for_selector("#service")
     page.focus("#help")
     page.keyboard.press("Enter")
+    page.wait_for_selector("#draw")
     assert hints(page) == ["1", "3", "2"]
     assert page.get_attribute("#help", "aria-expanded") == "true"
     page.keyboard.press("Enter")
