@@ -405,7 +405,8 @@ class GrpcStream(Exchange):
             self._forget_inflater()
         if self.may_give_way:
             self.writer.places.endless_calls.pop(self, None)
-        self.log_call(status, size)
+        if status is StatusCode.INTERNAL or self.writer.service.access is not None:
+            self.log_call(status, size)
 
     # Called by the connection.
 
