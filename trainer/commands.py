@@ -38,7 +38,7 @@ from trainer.errors import (
     UnwritableFolder,
 )
 from trainer.evaluation import images_of, measured, text
-from trainer.export import Exported, export_onnx, export_weights
+from trainer.export import Exported, check_classes_of_last, export_onnx, export_weights
 from trainer.importing import (
     EPSILONS,
     converted,
@@ -120,6 +120,7 @@ def fit(settings: Fit) -> None:
     folder = settings.out / model.name
     with _writing(settings.out):
         folder.mkdir(parents=True, exist_ok=True)  # before minutes of training
+    check_classes_of_last(folder, names)
     training, validation = dataset.hold_out(settings.validation_images)
     settings = settings.model_copy(update={"validation_images": len(validation)})
     images = summary(dataset, training, validation)
@@ -401,6 +402,10 @@ def evaluate_file(settings: Evaluate) -> None:
     target = Target(device, number_of(settings.device), SERVED[settings.precision])
     found = measured(settings, weights, digits, which, target)
     print("\n".join(text(found)))
+    is_transposed = "--transposed" in shlex.split(weights.training.command)
+    if digits.files is None and is_transposed != settings.transposed:
+        of_file = "with" if is_transposed else "without"
+        print(f"the file was trained {of_file} --transposed, unlike here", file=sys.stderr)
     if settings.json_ is not None:
         with _writing(settings.json_, "--json"):
             settings.json_.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
-from lenet.weightfile import MAX_LABEL_CHARACTERS, is_label
+from lenet.weightfile import GOLDEN_IMAGES, MAX_LABEL_CHARACTERS, is_label
 from trainer import mnist
 from trainer.errors import DatasetUnavailable, InvalidDataset, InvalidImport
 from trainer.mnist import MAX_CLASSES, Dataset, Digits, label_names
@@ -171,13 +171,18 @@ def load(
     files changes them, and equal images are all on one side.
 
     Raises:
-        DatasetUnavailable, InvalidDataset: as `read`, or a class has too few images to divide.
+        DatasetUnavailable, InvalidDataset: as `read`, or there are too few images to divide.
     """
     found = read(path, names, transposed=transposed, report=report)
     train, test = found.parts["train"], found.parts.get("test")
     if test is None:
-        count = max(round(TEST_SHARE * len(train)), len(found.names))
+        count = max(round(TEST_SHARE * len(train)), len(found.names), GOLDEN_IMAGES)
         train, test = mnist.divided(train, count, found.names, str(path))
+    if len(test) < GOLDEN_IMAGES:
+        raise InvalidDataset(
+            f"{path}: has {len(test)} test images, expected at least {GOLDEN_IMAGES}, by which a "
+            "weight file is verified"
+        )
     pixels = (int(found.pixels.min()), int(found.pixels.max())) if len(found.pixels) else None
     return Dataset(train, test, found.sha256, found.names, found.parts.get("validation"), pixels)
 

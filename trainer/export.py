@@ -35,6 +35,7 @@ import numpy as np
 
 from lenet.backend import Backend, Plan
 from lenet.cpu import CpuBackend
+from lenet.errors import InvalidSettings
 from lenet.files import write_atomically
 from lenet.model import Model
 from lenet.onnx_graph import IMAGES, LOGITS, onnx_model
@@ -194,15 +195,36 @@ def _compare(which: str, trained: Tensor, served: Tensor) -> None:
         )
 
 
+def check_classes_of_last(folder: Path, names: tuple[str, ...]) -> None:
+    """Check that the last version in `folder`, if any, has the classes `names`.
+
+    A service that is started with a version of other classes answers clients with these.
+
+    Raises:
+        InvalidSettings: it has others.
+    """
+    if versions := _versions(folder):
+        path = versions[max(versions)]
+        before = WeightFile.read(path).training.labels
+        if before != names:
+            raise InvalidSettings(
+                f"--out: {path} has the classes {', '.join(before[:12])}"
+                f"{', ...' if before[12:] else ''}, and the next version would have "
+                f"{', '.join(names[:12])}{', ...' if names[12:] else ''}; name another folder"
+            )
+
+
+def _versions(folder: Path) -> dict[int, Path]:
+    return {int(path.stem): path for path in folder.glob("*.safetensors") if path.stem.isdecimal()}
+
+
 def _publish(verified: Path, folder: Path) -> tuple[Path, bool]:
     """Link the file as the next free version, unless the last one has the same bytes.
 
     Unlike a rename, a link overwrites nothing. Returns: the path, and whether it is new.
     """
     while True:
-        versions = {
-            int(path.stem): path for path in folder.glob("*.safetensors") if path.stem.isdecimal()
-        }
+        versions = _versions(folder)
         last = max(versions, default=0)
         if versions and filecmp.cmp(versions[last], verified, shallow=False):
             return versions[last], False

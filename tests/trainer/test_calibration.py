@@ -23,9 +23,17 @@ def test_the_temperature_that_made_the_logits_is_found(expected):
     assert evaluate(logits / found, labels).calibration_error < 0.005
 
 
+@pytest.mark.parametrize("count", [20, 2000])
+def test_right_answers_alone_make_it_as_sure_as_their_number_allows(count):
+    labels = np.arange(count, dtype=np.uint8) % 10
+    found = temperature(4 * np.eye(10)[labels], labels)
+    e = np.exp(4 / found)
+    assert e / (e + 9) == pytest.approx((count + 1) / (count + 2), rel=1e-6)
+
+
 @pytest.mark.parametrize(("right", "limit"), [(True, 0.25), (False, 4.0)])
 def test_a_temperature_that_ends_at_its_limit_is_noticed(right, limit):
-    logits = 5 * np.eye(4)
+    logits = (0.5 if right else 5) * np.eye(4)
     labels = (np.arange(4) + (not right)) % 4
     assert limit_reached(temperature(logits, labels.astype(np.uint8))) == limit
     assert limit_reached(1.0) is None

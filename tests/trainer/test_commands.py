@@ -188,6 +188,21 @@ def test_a_run_from_a_file_answers_with_the_names_of_its_classes(arguments, tmp_
 
 
 @pytest.mark.process
+def test_the_next_version_of_a_network_has_the_classes_of_the_last(arguments, tmp_path, capsys):
+    assert main(arguments) == 0
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join("abcdefghij"))
+    capsys.readouterr()
+    assert main([*arguments, "--labels", str(names)]) == 2
+    out, error = capsys.readouterr()
+    assert "epoch" not in out
+    assert error == (
+        f"--out: {tmp_path}/out/mlp/1.safetensors has the classes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, "
+        "and the next version would have a, b, c, d, e, f, g, h, i, j; name another folder\n"
+    )
+
+
+@pytest.mark.process
 def test_a_run_that_diverges_begins_again_with_half_the_rate_unless_that_is_set(
     arguments, tmp_path, capsys
 ):

@@ -95,6 +95,20 @@ def test_without_test_images_a_fifth_of_each_class_is_for_testing(tmp_path, tiny
     equal(read(tmp_path / "all.npz").parts["train"], tiny.train)
 
 
+def test_a_weight_file_has_ten_images_to_be_verified_by_however_few_there_are(tmp_path, digits):
+    some = digits(200, 0)
+    some = Digits(some.images[some.labels < 2], some.labels[some.labels < 2])
+    names = ("0", "1")
+    np.savez(tmp_path / "few.npz", images=some.images, labels=some.labels)
+    found = load(tmp_path / "few.npz", names)
+    assert (len(some), len(found.test)) == (40, 10)
+    few = {"x_train": some.images, "y_train": some.labels}
+    few |= {"x_test": some.images[:9], "y_test": some.labels[:9]}
+    np.savez(tmp_path / "few.npz", **few)
+    with pytest.raises(InvalidDataset, match=r"few.npz: has 9 test images, expected at least 10"):
+        load(tmp_path / "few.npz", names)
+
+
 def test_pictures_get_the_names_of_their_folders(tmp_path, digits):
     names = [f"{'abcdefghij'[9 - n]}-{n}" for n in range(10)]
     write_pictures(tmp_path / "own", digits(60, 0), names)

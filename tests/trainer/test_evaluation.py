@@ -105,6 +105,25 @@ def test_classes_are_matched_by_name_and_some_may_be_missing(templates, digits, 
     ).tolist()
 
 
+def test_images_that_lie_otherwise_than_those_of_training_are_said(
+    templates, digits, tmp_path, capsys
+):
+    path, data = templates(), arrays(tmp_path, digits(60, 1))
+    weights = WeightFile.read(path)
+    turned = replace(weights.training, command="python -m trainer fit --transposed")
+    replace(weights, training=turned).write(tmp_path / "turned.safetensors")
+    for file, more, said in (
+        (path, (), ""),
+        (path, ("--transposed",), "the file was trained without --transposed, unlike here\n"),
+        (tmp_path / "turned.safetensors", ("--transposed",), ""),
+        (tmp_path / "turned.safetensors", (), "the file was trained with --transposed, unlike her"),
+    ):
+        evaluated(file, data, tmp_path, *more)
+        error = capsys.readouterr().err
+        assert error.startswith(said)
+        assert bool(error) == bool(said)
+
+
 def test_pictures_are_matched_by_the_names_of_their_folders(templates, digits, tmp_path):
     some = digits(60, 1)
     for label, count in ((2, 3), (7, 4)):  # c and h
