@@ -78,7 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from trainer.commands import run
 
-        return run(arguments, os.environ)
+        code = run(arguments, os.environ)
+        if len(before) > 1:
+            sys.stdout.flush()  # not at the interpreter's end, when the signal is ignored again
+        return code
     except KeyboardInterrupt:  # loading takes a second
         print("interrupted", file=sys.stderr)
         return 130
