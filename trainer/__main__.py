@@ -73,13 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
         os.environ[variable] = "1"
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, signal.default_int_handler)}
-    if command not in ("fit", "search") and hasattr(signal, "SIGPIPE"):
-        before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head -1` again
+    only_prints = command not in ("fit", "search")
+    if only_prints and hasattr(signal, "SIGPIPE"):  # `| head -1` again
+        before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         from trainer.commands import run
 
         code = run(arguments, os.environ)
-        if len(before) > 1:
+        if only_prints:
             sys.stdout.flush()  # not at the interpreter's end, when the signal is ignored again
         return code
     except KeyboardInterrupt:  # loading takes a second

@@ -402,10 +402,13 @@ def evaluate_file(settings: Evaluate) -> None:
     target = Target(device, number_of(settings.device), SERVED[settings.precision])
     found = measured(settings, weights, digits, which, target)
     print("\n".join(text(found)))
-    is_transposed = "--transposed" in shlex.split(weights.training.command)
-    if digits.files is None and is_transposed != settings.transposed:
-        of_file = "with" if is_transposed else "without"
-        print(f"the file was trained {of_file} --transposed, unlike here", file=sys.stderr)
+    was_transposed = "--transposed" in shlex.split(weights.training.command)
+    if was_transposed and digits.files is None and not settings.transposed:
+        print(
+            "the file was trained with --transposed: images that are stored as those were need it "
+            "here, too",
+            file=sys.stderr,
+        )
     if settings.json_ is not None:
         with _writing(settings.json_, "--json"):
             settings.json_.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

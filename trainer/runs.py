@@ -217,8 +217,10 @@ def read_run(path: Path) -> FinishedRun:
     try:
         for name in (SETTINGS, SUMMARY, METRICS):
             text = (path / name).read_text(encoding="utf-8")
-            lines = text.splitlines() if name == METRICS else None
-            found[name] = json.loads(text) if lines is None else [json.loads(one) for one in lines]
+            if name == METRICS:
+                found[name] = [json.loads(line) for line in text.splitlines()]
+            else:
+                found[name] = json.loads(text)
             _REQUIRED[name].validate_python(found[name])
     except FileNotFoundError as exc:
         name = Path(exc.filename).name

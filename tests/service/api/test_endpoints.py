@@ -61,7 +61,7 @@ def binary(datatype, shape, content, **parameters):
 
 
 def unsized(*document_and_content):
-    """The same without `binary_data_size`, as OpenVINO Model Server takes the only tensor."""
+    """A binary request without `binary_data_size`, as OpenVINO's clients send one tensor."""
     path, body, headers = binary(*document_and_content)
     size = int(headers[LENGTH])
     document = json.loads(body[:size])
@@ -101,7 +101,7 @@ def sent_as(kind, content, path=PREDICT):
 
 
 def marked(path, body, *headers):
-    """The same with a byte order mark."""
+    """A request whose body begins with a byte order mark."""
     if headers and LENGTH in headers[0]:
         headers = ({LENGTH: str(3 + int(headers[0][LENGTH]))},)
     return path, b"\xef\xbb\xbf" + (body if isinstance(body, bytes) else body.encode()), *headers
