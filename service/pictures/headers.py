@@ -94,7 +94,7 @@ def recognise(content: bytes) -> tuple[str, str]:
     elif len(content) < _READ_BYTES and _FILE.fullmatch(text):
         advice = "; with curl: --data-binary @FILE"
     elif _NUMBERS.fullmatch(text):
-        advice = '; send numbers as JSON, {"images": [...]}'
+        advice = '; send numbers as JSON, {"images": [...]}, or as text/csv'
     return f"the text {shown(text)}", advice
 
 

@@ -1,8 +1,9 @@
-"""JSON, raw pixels, npy and multipart bodies, each beside a slow and plain reading of its own."""
+"""JSON, raw pixels, npy, CSV and multipart bodies, each beside a slow and plain reading."""
 
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import json
 import random
@@ -272,6 +273,77 @@ def _npy_reference(body: bytes) -> np.ndarray[Any, Any] | None:
         except Exception:  # noqa: BLE001 - numpy evaluates the header, and raises what it likes
             return None
     return array if isinstance(array, np.ndarray) else None
+
+
+class CsvTarget(Target):
+    """`text/csv` beside the package csv and `float`."""
+
+    def run(self, data: bytes) -> None:
+        compare(decoded(data, "text/csv"), _csv_reference(data))
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.2:
+            return mutate(data)
+        lines = data.split(b"\n")
+        if rng.random() < 0.3:
+            return b"\n".join(mutate_list(lines, rng, mutate))
+        at = rng.randrange(len(lines))
+        cells = lines[at].split(b",")
+        cells[rng.randrange(len(cells))] = pick(rng, samples.CSV_TOKENS)
+        if rng.random() < 0.3:
+            cells = mutate_list(cells, rng, lambda _: pick(rng, samples.CSV_TOKENS))
+        lines[at] = b",".join(cells)
+        return b"\n".join(lines)
+
+
+def _csv_reference(body: bytes) -> Images | None:
+    text = body.removeprefix(b"\xef\xbb\xbf").rstrip().decode("latin-1")
+    lines = text.split("\n")
+    columns = lines[0].count(",") + 1
+    if columns not in (784, 785):
+        return None
+    names = [name.strip(' "\r') for name in lines[0].split(",")]
+    is_header = names[-1] in ("783", "784") or not (_is_value(names[1]) or _is_value(names[-1]))
+    if is_header:
+        if columns == 785 and names[0].lower() not in ("label", ""):
+            return None
+        lines = lines[1:]
+    try:
+        rows = list(csv.reader(io.StringIO("\n".join(lines), newline="")))
+    except csv.Error:  # a carriage return in a line
+        return None
+    if len(rows) != len(lines) or any(len(row) != columns for row in rows):
+        return None
+    values = [[_csv_number(cell) for cell in row] for row in rows]
+    if not 1 <= len(values) <= MAX_IMAGES or any(None in row for row in values):
+        return None
+    array = np.array(values, np.float64)
+    is_whole = re.fullmatch(r'[0-9, \t\r\n"]*', "\n".join(lines))
+    if is_whole and (array >= 2**63).any():
+        return None
+    pixels = array[:, -784:]
+    if not ((pixels >= 0) & (pixels <= 255) & (pixels == np.floor(pixels))).all():
+        return None
+    if not is_whole and (pixels.max(axis=1) == 1).any():  # fractions of 255
+        return None
+    return pixels.astype(np.uint8).reshape(-1, 28, 28)
+
+
+def _is_value(name: str) -> bool:
+    try:
+        float(name.encode("latin-1") or 0)
+    except ValueError:
+        return False
+    return True
+
+
+def _csv_number(cell: str) -> float | None:
+    """The number in a cell, which `float` reads in more alphabets, and with underscores."""
+    text = cell.strip()
+    try:
+        return float(text) if text.isascii() and "_" not in text else None
+    except ValueError:
+        return None
 
 
 class MultipartTarget(Target):

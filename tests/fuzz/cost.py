@@ -134,6 +134,7 @@ def parsers(stack: ExitStack) -> dict[str, Search]:
     forms: dict[str, Form] = {
         "json": _form("application/json"),
         "npy": _form("application/x-npy"),
+        "csv": _form("text/csv"),
         "infer": OipJsonForm(None, _LIMITS),
         "tensorflow": TensorflowForm(_LIMITS),
         "grpc": OipProtoForm(_LIMITS),
@@ -237,6 +238,7 @@ _SLOW: dict[str, Callable[[], list[bytes]]] = {
     "connection": _heads,
     "http2": _blocks,
     "grpc": lambda: [b"\x2a\0" * 1020, b"\xf8\x01\x80\0" * 1020],
+    "csv": lambda: [(b"1e-300," * 783 + b"0\n") * 8, b"0," * 783 + b"0" * 60_000, b"\n" * 60_000],
     "json": lambda: [b'{"images":[' + b"[]," * 30_000 + b"0]}", b"[" * 90_000],
     "infer": lambda: [b'{"inputs":[' + b"{}," * 30_000 + b"0]}", b"[" * 90_000],
     "tensorflow": lambda: [b'{"instances":[' + b"[]," * 30_000 + b"0]}"],

@@ -77,6 +77,7 @@ MODULES = MappingProxyType(
         "json": ("bodies", "JsonTarget", ("service.forms.pixel_json",)),
         "octets": ("bodies", "OctetsTarget", ("service.forms",)),
         "npy": ("bodies", "NpyTarget", ("service.forms",)),
+        "csv": ("bodies", "CsvTarget", ("service.forms",)),
         "multipart": ("bodies", "MultipartTarget", ("service.forms", "python_multipart")),
         "png": ("pictures", "PngTarget", (*_PICTURE, "PIL.PngImagePlugin")),
         "jpeg": ("pictures", "JpegTarget", (*_PICTURE, "PIL.JpegImagePlugin")),
