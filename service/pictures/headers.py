@@ -12,7 +12,9 @@ from service.errors import shown
 Invert: TypeAlias = Literal["auto", "true", "false"]
 Digits: TypeAlias = Literal["one", "several"]
 """How many digits each picture shows."""
-Doubt: TypeAlias = Literal["several_shapes", "not_a_digit"]
+Doubt: TypeAlias = Literal[
+    "several_shapes", "not_a_digit", "looks_inverted", "looks_wider", "looks_transposed"
+]
 """Why the answer for an image may mean nothing."""
 Between: TypeAlias = Callable[[int], None]
 """Called between two steps of decoding, with the pixels that the next one decodes, times the passes
