@@ -118,7 +118,7 @@ POLICY = Policy(
     is_open=lambda path: path_like(path.decode("latin-1")).is_open,
     answer=lambda path, error: path_like(path.decode("latin-1")).error(error),
     status=status_of,
-    headers=(TIMEOUT_HEADER.lower(), LENGTH_HEADER.lower()),
+    headers=(TIMEOUT_HEADER.lower(), LENGTH_HEADER.lower(), "content-encoding"),
     varying=(TIMEOUT_HEADER.lower(),),
     exposed=("x-model-version", "server-timing", LENGTH_HEADER.lower()),
 )

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 
 from service.api.schemas import MAX_TIMEOUT_MS, TIMEOUT_HEADER, PredictQuery
 from service.errors import InvalidInput, UnsupportedMediaType, invalid, shown
+from service.forms.compressed import CompressedForm
 from service.forms.form import Content, Form
 from service.forms.invocation import InvocationForm
 from service.forms.oip_json import LENGTH_HEADER, OipJsonForm
@@ -27,6 +28,7 @@ from service.request import Request, Requests, TimesS, Wanted
 from wire.answer import Answer, error_answer
 from wire.errors import Refusal
 from wire.ids import Ids
+from wire.inflate import CODINGS
 
 PREFIX = "/v2"
 """Paths of the Open Inference Protocol begin so."""
@@ -72,11 +74,18 @@ class ImageRoute:
 
         Raises:
             InvalidInput: a parameter or header is wrong.
-            UnsupportedMediaType: the body is compressed, or of an unknown type.
+            UnsupportedMediaType: the body's type or coding is unknown.
             TooLarge: Content-Length exceeds the limit.
         """
         path = path or {}
         form, model, version = self.read_form(query, headers, path, self.requests.limits)
+        coding = headers.get("content-encoding", "identity")
+        if coding.lower() not in CODINGS:
+            expected = f"one of {', '.join(CODINGS)}"
+            message = f"content-encoding: got {shown(coding)}, expected {expected}"
+            raise UnsupportedMediaType(message, field="content-encoding")
+        if (coding := coding.lower()) != "identity":
+            form = CompressedForm(form, coding, self.requests.max_body_bytes)
         timeout_s = min(_timeout_s(headers), self.requests.timeout_s)
         asks_first = headers.get("expect", "").lower() == "100-continue"
         operation = http_operation("POST", self.template, self.template.format(**path))
@@ -95,13 +104,6 @@ class ImageRoute:
         return ImageRequest(self.requests, wanted, reply)
 
     def _length(self, headers: Headers) -> int | None:
-        encoding = headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
-            raise UnsupportedMediaType(
-                f"content-encoding: got {shown(encoding)}, expected none; "
-                "send the body uncompressed",
-                field="content-encoding",
-            )
         if (text := headers.get("content-length")) is None:
             return None
         if not re.fullmatch("[0-9]{1,20}", text):

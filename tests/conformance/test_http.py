@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import re
+import zlib
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -178,6 +180,43 @@ async def test_an_answer_has_its_body_its_version_and_its_times(open_door, path,
         assert await opened.outcomes() == ({} if path == "/explain" else {"ok": 2})
 
 
+IMAGES = orjson.dumps({"images": [[0] * 784]})
+TENSOR = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28]}
+TENSORS = [{**TENSOR, "parameters": {"binary_data_size": 784}}]
+HEADED = orjson.dumps({"id": "a", "inputs": TENSORS})
+BODIES = {
+    "bytes": ("/predict", ONE, BYTES),
+    "JSON": ("/predict", IMAGES, {"Content-Type": "application/json"}),
+    "much JSON": ("/predict", IMAGES + b" " * 300_000, {"Content-Type": "application/json"}),
+    "explanation": ("/explain", ONE, BYTES),
+    "tensor": (INFER, HEADED + ONE, {"Inference-Header-Content-Length": str(len(HEADED))}),
+    "numbers": (INFER, orjson.dumps({"id": "a", "inputs": [{**TENSOR, "data": [0] * 784}]}), {}),
+    "instances": (TENSORFLOW, orjson.dumps({"instances": [[0] * 784]}), {}),
+    "invocation": ("/invocations", ONE, BYTES),
+}
+
+
+def without_times(response):
+    document = response.json()
+    document.pop("parameters", None)
+    return document
+
+
+@pytest.mark.parametrize(("path", "body", "headers"), BODIES.values(), ids=BODIES)
+async def test_a_compressed_body_is_answered_as_it_is_without_compression(
+    open_door, path, body, headers
+):
+    async with open_door() as opened:
+        plain = await opened.client.post(path, content=body, headers=headers)
+        assert plain.status_code == 200, plain.text
+        for coding, pack in (("GZip", gzip.compress), ("deflate", zlib.compress)):
+            packed, coded = pack(body), {**headers, "Content-Encoding": coding}
+            for content in (packed, slowly(packed[:20], packed[20:])):
+                response = await opened.client.post(path, content=content, headers=coded)
+                assert response.status_code == 200, response.text
+                assert without_times(response) == without_times(plain)
+
+
 async def test_large_bodies_and_large_answers_are_whole(open_door):
     rows = 1000
     images = (bytes(range(256)) * rows * 4)[: 784 * rows]
@@ -244,7 +283,10 @@ WRONG = {
     "choice": ("/predict?digits=two", {}, ONE, 400),
     "parameters": ("/predict?" + "&" * 100, {}, ONE, 400),
     "timeout": ("/predict", {"X-Request-Timeout-Ms": "0"}, ONE, 400),
-    "coding": ("/predict", {"Content-Encoding": "gzip"}, ONE, 415),
+    "coding": ("/predict", {"Content-Encoding": "br"}, ONE, 415),
+    "not compressed": ("/predict", {"Content-Encoding": "gzip"}, ONE, 400),
+    "bomb": ("/predict", {"Content-Encoding": "gzip"}, gzip.compress(bytes(784 * 14)), 413),
+    "compressed images": ("/predict", {"Content-Encoding": "gzip"}, gzip.compress(5 * ONE), 413),
     "type": ("/predict", {"Content-Type": "text/plain"}, ONE, 415),
     "length": ("/predict", {}, ONE[1:], 400),
     "nothing": ("/predict", {}, b"", 400),

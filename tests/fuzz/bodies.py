@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import csv
+import gzip
 import io
 import json
 import random
 import re
 import warnings
+import zlib
 from email.parser import BytesParser
 from typing import Any
 
@@ -18,7 +21,9 @@ import orjson
 from lenet.pixels import Images
 from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
 from service.forms.body import decode
-from service.forms.reader import Limits
+from service.forms.compressed import CompressedForm
+from service.forms.prediction import ImageForm
+from service.forms.reader import OCTETS, Limits
 from service.pictures.headers import sniff
 from tests.fuzz import samples
 from tests.fuzz.target import (
@@ -86,9 +91,7 @@ class OctetsTarget(Target):
     """`application/octet-stream`, also inverted."""
 
     def run(self, data: bytes) -> None:
-        count, rest = divmod(len(data), 784)
-        valid = not rest and 1 <= count <= MAX_IMAGES
-        pixels = np.frombuffer(data, np.uint8).reshape(-1, 28, 28) if valid else None
+        pixels = reshaped(data)
         for invert in ("auto", "true", "false"):
             found = decoded(data, "application/octet-stream", invert=invert)
             expected = pixels if pixels is None or invert != "true" else 255 - pixels
@@ -100,6 +103,56 @@ class OctetsTarget(Target):
         data = data or b"\0"
         times = min(rng.choice((1, 2, 784)), 1 + self.max_bytes // len(data))
         return data * times + bytes(rng.choice((0, 0, 1, 783, 784)))
+
+
+class CompressedTarget(Target):
+    """Raw pixels with Content-Encoding: gzip, beside Python's own reading of gzip."""
+
+    _form = CompressedForm(ImageForm.of(OCTETS, "auto", "one", LIMITS), "gzip", 784 * MAX_IMAGES)
+
+    def run(self, data: bytes) -> None:
+        try:
+            found: Images | ServiceError = self._form.decode(data, lambda _: None).images
+        except (InvalidInput, TooLarge) as exc:
+            check_error(exc)
+            found = exc
+        plain = decompressed(data, 784 * MAX_IMAGES)
+        compare(found, None if plain is None else reshaped(plain))
+        now = None
+        with contextlib.suppress(InvalidInput, TooLarge):
+            now = self._form.decode_now(data)
+        if now is not None:
+            compare(now.images, reshaped(plain or b""))
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        plain = decompressed(data, 784 * MAX_IMAGES)
+        if plain is None or rng.random() < 0.7:
+            return mutate(data)
+        return gzip.compress(mutate(plain), rng.choice((0, 1, 9)), mtime=0)
+
+
+def decompressed(data: bytes, most: int) -> bytes | None:
+    """The content of a gzip file of one part, None of any other or of more than `most` bytes."""
+    decompressor = zlib.decompressobj(31)
+    try:
+        plain = decompressor.decompress(data, most + 1)
+        is_whole = decompressor.eof and not decompressor.unused_data and len(plain) <= most
+        if not is_whole:
+            return None
+        read = gzip.GzipFile(fileobj=io.BytesIO(data)).read()
+    except (OSError, EOFError, zlib.error):
+        return None
+    if read != plain:
+        raise Finding("gzip and zlib read other bytes")
+    return plain
+
+
+def reshaped(pixels: bytes) -> Images | None:
+    """The images of raw pixels; None if they are refused."""
+    count, rest = divmod(len(pixels), 784)
+    if rest or not 1 <= count <= MAX_IMAGES:
+        return None
+    return np.frombuffer(pixels, np.uint8).reshape(-1, 28, 28)
 
 
 class JsonTarget(Target):

@@ -19,11 +19,12 @@ from typing import Literal, cast
 import numpy as np
 from PIL import Image
 
+from service.forms.compressed import CompressedForm
 from service.forms.form import Form
 from service.forms.oip_json import OipJsonForm
 from service.forms.oip_proto import OipProtoForm
 from service.forms.prediction import ImageForm
-from service.forms.reader import Limits
+from service.forms.reader import OCTETS, Limits
 from service.forms.tensorflow import TensorflowForm
 from tests.fuzz import http2, samples
 from tests.fuzz.connection import ConnectionTarget
@@ -132,6 +133,7 @@ def parsers(stack: ExitStack) -> dict[str, Search]:
 
     found["multipart"] = Search(multipart, parts, PROCESS_US)
     forms: dict[str, Form] = {
+        "compressed": CompressedForm(_form(OCTETS), "gzip", 1 << 20),
         "json": _form("application/json"),
         "npy": _form("application/x-npy"),
         "csv": _form("text/csv"),

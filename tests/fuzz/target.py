@@ -109,6 +109,10 @@ MODULES = MappingProxyType(
             "InferBodyTarget",
             ("service.forms.oip_json", "service.forms.tensors"),
         ),
+        "compressed": (
+            *("bodies", "CompressedTarget"),
+            ("service.forms.compressed", "wire.inflate"),
+        ),
         "weights": ("files", "WeightsTarget", ("lenet.weightfile", "lenet.model")),
         "idx": ("files", "IdxTarget", ("trainer.mnist",)),
     }
