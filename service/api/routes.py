@@ -226,8 +226,8 @@ def _qualities(header: str) -> dict[str, float]:
     return found
 
 
-def prefers(kind: str, accept: str) -> bool:
-    """Whether `accept` prefers `kind` to JSON (RFC 9110, 12.5.1); JSON where both are as good."""
+def prefers(kind: str, accept: str, other: str = "application/json") -> bool:
+    """Whether `accept` prefers `kind` to `other` (RFC 9110, 12.5.1), not where both are as good."""
     if kind not in accept.lower():
         return False
     ranges = _qualities(accept)
@@ -236,7 +236,7 @@ def prefers(kind: str, accept: str) -> bool:
         matching = (wanted, wanted.partition("/")[0] + "/*", "*/*")
         return next((ranges[one] for one in matching if one in ranges), 0.0)
 
-    return quality(kind) > quality("application/json")
+    return quality(kind) > quality(other)
 
 
 def takes_gzip(accept_encoding: str) -> bool:

@@ -24,6 +24,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, core, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from lenet import distribution_version
@@ -70,7 +71,13 @@ _ALERTED = ("overloaded", "deadline_exceeded", "unavailable", "inference_failed"
 NO_MODEL: ModelKey = ("none", "")
 """Labels of a request that failed before its model was found."""
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PLAIN, OPEN_METRICS = "text/plain", "application/openmetrics-text"
+"""Media types of an exposition."""
+
+_EXPOSITIONS: dict[str, tuple[Callable[[CollectorRegistry], bytes], str]] = {
+    PLAIN: (generate_latest, f"{PLAIN}; version=0.0.4; charset=utf-8"),
+    OPEN_METRICS: (openmetrics.generate_latest, openmetrics.CONTENT_TYPE_LATEST),
+}
 
 _STAGE_BOUNDS = np.array(STAGE_BOUNDS_S)
 _STAGE_BINS = len(STAGE_BOUNDS_S) + 1
@@ -390,10 +397,17 @@ class Metrics(Collector):
             found[name, version].sized[int(rows)] = [count, *sizes_s[name, version, rows]]
         return found
 
-    async def exposition(self) -> bytes:
-        """All metrics in the Prometheus text format, of all workers where there are several."""
+    async def exposition(
+        self, media_type: str = PLAIN, coding: Callable[[bytes], bytes] = bytes
+    ) -> tuple[bytes, str]:
+        """All metrics, of all workers where there are several, and their Content-Type.
+
+        On a thread, which also applies `coding`.
+        """
+        generate, content_type = _EXPOSITIONS[media_type]
         self._take()
-        return await asyncio.to_thread(generate_latest, self._registry)
+        text = await asyncio.to_thread(lambda: coding(generate(self._registry)))
+        return text, content_type
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as of the last flush."""

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 
 from service.assembly import open_service
 from service.server import _uvicorn as _uvicorn_of
@@ -36,7 +38,7 @@ class Opened:
 
     async def outcomes(self):
         """How many requests ended in each way."""
-        text = (await self.service.metrics.exposition()).decode()
+        text = (await self.service.metrics.exposition())[0].decode()
         found = re.findall(
             r'^lenet_requests_total\{.*outcome="(\w+)".*\} (\d+)', text, re.MULTILINE
         )
@@ -392,6 +394,50 @@ async def test_a_body_longer_than_its_length_is_refused(open_door, pieces):
         response = await opened.client.post("/predict", content=slowly(*pieces), headers=headers)
         words = "body: got more, expected 783 bytes, the announced length"
         assert error(response) == (400, "invalid_input", words)
+
+
+# Metrics
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8", text_string_to_metric_families
+OPEN_METRICS = (
+    "application/openmetrics-text; version=1.0.0; charset=utf-8",
+    openmetrics.text_string_to_metric_families,
+)
+OPEN = "application/openmetrics-text"
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        ("*/*", TEXT),
+        ("text/plain", TEXT),
+        (f"{OPEN};q=0.1, text/plain;q=0.2", TEXT),
+        (OPEN, OPEN_METRICS),
+        # Prometheus 2.42 and 3.5
+        (
+            f"{OPEN};version=1.0.0,{OPEN};version=0.0.1;q=0.75,text/plain;q=0.5,*/*;q=0.1",
+            OPEN_METRICS,
+        ),
+        (
+            f"{OPEN};version=1.0.0;escaping=allow-utf-8;q=0.6,{OPEN};version=0.0.1;q=0.5,"
+            "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+            OPEN_METRICS,
+        ),
+    ],
+)
+async def test_metrics_are_exposed_as_their_reader_prefers(open_door, accept, expected):
+    content_type, families = expected
+    async with open_door() as opened:
+        await opened.client.post("/predict", content=2 * ONE, headers=BYTES)
+        for coding in ("gzip", "identity"):
+            headers = {"Accept": accept, "Accept-Encoding": coding}
+            response = await opened.client.get("/metrics", headers=headers)
+            assert response.headers["content-type"] == content_type
+            assert response.headers["vary"] == "Accept, Accept-Encoding"
+            assert response.headers.get("content-encoding", "identity") == coding
+            samples = [one for family in families(response.text) for one in family.samples]
+            (images,) = [one for one in samples if one.name == "lenet_images_total"]
+            assert images.value == 2
 
 
 # Limits
