@@ -204,7 +204,7 @@ async def open_service(
             deadlines,
             timeout_s,
             metrics.predicted,
-            traces=stack.enter_context(_traces(settings, build[0])),
+            traces=stack.enter_context(_traces(settings, build[0], metrics)),
         )
         routes = image_routes(requests, settings.predict_route)
         explain = None
@@ -246,7 +246,7 @@ async def open_service(
 
 
 @contextmanager
-def _traces(settings: Settings, version: str) -> Iterator[Traces | None]:
+def _traces(settings: Settings, version: str, metrics: Metrics) -> Iterator[Traces | None]:
     """Samples requests and exports their spans; None if tracing is off."""
     url = settings.traces_endpoint
     if not url:
@@ -258,7 +258,7 @@ def _traces(settings: Settings, version: str) -> Iterator[Traces | None]:
     _log.info("traces to %s: %s, besides what callers, faults and slowness choose", url, chosen)
     statuses: spans.Statuses = {"http": STATUS | {"": 200}, "grpc": GRPC_STATUS | {"": "OK"}}
     scheme = "http" if settings.certificate is None else "https"
-    with spans.exported(url, version, statuses, scheme) as note:
+    with spans.exported(url, version, statuses, scheme, metrics.traced) as note:
         yield Traces(settings.traces_one_in, (settings.traces_slower_ms or math.inf) / 1e3, note)
 
 
