@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias, get_args
 from urllib.parse import parse_qsl
 
@@ -84,8 +85,9 @@ class ImageRoute:
             expected = f"one of {', '.join(CODINGS)}"
             message = f"content-encoding: got {shown(coding)}, expected {expected}"
             raise UnsupportedMediaType(message, field="content-encoding")
-        if (coding := coding.lower()) != "identity":
-            form = CompressedForm(form, coding, self.requests.max_body_bytes)
+        packs = takes_gzip(headers.get("accept-encoding", ""))
+        if (coding := coding.lower()) != "identity" or packs:
+            form = CompressedForm(form, coding, self.requests.max_body_bytes, packs)
         timeout_s = min(_timeout_s(headers), self.requests.timeout_s)
         asks_first = headers.get("expect", "").lower() == "100-continue"
         operation = http_operation("POST", self.template, self.template.format(**path))
@@ -239,6 +241,7 @@ def prefers(kind: str, accept: str, other: str = "application/json") -> bool:
     return quality(kind) > quality(other)
 
 
+@lru_cache(maxsize=64)
 def takes_gzip(accept_encoding: str) -> bool:
     """Whether gzip may be sent, and is preferred to no coding: RFC 9110, 12.5.3."""
     codings = _qualities(accept_encoding)

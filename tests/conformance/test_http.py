@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import re
 import zlib
@@ -219,6 +220,40 @@ async def test_a_compressed_body_is_answered_as_it_is_without_compression(
                 assert without_times(response) == without_times(plain)
 
 
+@pytest.mark.parametrize("rows", [100, 1000])
+@pytest.mark.parametrize("path", ["/predict", INFER, TENSORFLOW, "/invocations"])
+async def test_a_long_answer_is_compressed_where_the_client_takes_gzip(open_door, path, rows):
+    kind, body = BYTES, rows * ONE
+    if path in (INFER, TENSORFLOW):
+        tensor = {**TENSOR, "shape": [rows, 28, 28], "data": [0] * 784 * rows}
+        image = {"b64": base64.b64encode(ONE).decode()}
+        document = {"inputs": [tensor]} if path == INFER else {"instances": rows * [image]}
+        kind, body = {}, orjson.dumps(document)
+    async with open_door() as opened:
+        answers = {}
+        for taken in ("identity", "gzip;q=0", "gzip"):
+            headers = {**kind, "Accept-Encoding": taken}
+            response = await opened.client.post(path, content=body, headers=headers)
+            assert response.status_code == 200, response.text
+            coded = response.headers.get("content-encoding")
+            assert coded == ("gzip" if taken == "gzip" else None)
+            assert response.headers.get("vary") == (coded and "accept-encoding")
+            assert int(response.headers["content-length"]) == response.num_bytes_downloaded
+            answers[taken] = without_times(response)
+            answers[taken].pop("id", None)
+        assert answers["gzip"] == answers["gzip;q=0"] == answers["identity"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"Accept": RAW}])
+async def test_a_short_answer_and_bytes_are_not_compressed(open_door, headers):
+    async with open_door() as opened:
+        headers = {**BYTES, **headers, "Accept-Encoding": "gzip"}
+        rows = 1000 if "Accept" in headers else 20
+        response = await opened.client.post("/predict", content=rows * ONE, headers=headers)
+        assert response.status_code == 200
+        assert "content-encoding" not in response.headers
+
+
 async def test_large_bodies_and_large_answers_are_whole(open_door):
     rows = 1000
     images = (bytes(range(256)) * rows * 4)[: 784 * rows]
@@ -226,7 +261,8 @@ async def test_large_bodies_and_large_answers_are_whole(open_door):
     async with open_door(max_batch_rows=64) as opened:
         answers = []
         for content in (images, slowly(*pieces)):
-            response = await opened.client.post("/predict", content=content, headers=BYTES)
+            headers = {**BYTES, "Accept-Encoding": "identity"}
+            response = await opened.client.post("/predict", content=content, headers=headers)
             assert response.status_code == 200
             assert int(response.headers["content-length"]) == len(response.content)
             answers.append(response.json()["predictions"])

@@ -120,9 +120,10 @@ for name, kind, address in (("http", http, http_address), ("grpc", rpc, rpc_addr
             seen["all"]["http json"] = read(
                 [client.infer(**request(kind, part, binary=False)) for part in parts()])
             for coding in ("gzip", "deflate"):
-                coded = {"request_compression_algorithm": coding}
+                coded = {f"{one}_compression_algorithm": coding for one in ("request", "response")}
                 seen["all"]["http " + coding] = read(
-                    [client.infer(**request(kind, part), **coded) for part in parts()])
+                    [client.infer(**request(kind, part, binary=False), **coded)
+                     for part in parts()])
 
 async def aio():
     async with http_aio.InferenceServerClient(http_address) as client:
