@@ -121,8 +121,7 @@ def _guarded(method: Method, keys: Keys, access: Access) -> Method:
     """`method` for those who have the right; the gate asks users for their key."""
 
     def read(headers: Mapping[str, str]) -> Any:
-        error = keys.check(headers.get("authorization"), admin=True)
-        if error is not None:
+        if (error := keys.check(headers, admin=True)) is not None:
             raise error
         return method.read(headers)
 

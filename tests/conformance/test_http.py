@@ -301,6 +301,11 @@ SAME = {
     "no key": ("POST", "/predict", BYTES, ONE, 401),
     "no key of v2": ("POST", INFER, {}, ONE, 401),
     "a wrong key": ("GET", "/info", {"Authorization": "Bearer x"}, b"", 401),
+    "a key in another header": ("GET", "/info", {"X-API-Key": KEY}, b"", 200),
+    "an administrator's in another header": (
+        *("POST", "/v2/repository/index", {"X-API-Key": ADMIN}),
+        *(b"", 200),
+    ),
     "a key that may not": (
         "POST",
         "/v2/repository/index",
@@ -377,9 +382,10 @@ async def test_status_headers_and_words_are_the_same_by_every_door(
 
 async def test_a_header_that_may_be_given_once_is_refused_when_it_is_given_twice(open_door):
     async with open_door() as opened:
-        response = await opened.client.get("/info", headers=[("Authorization", "Bearer x")] * 2)
-        words = "authorization: got 2 fields, expected at most one"
-        assert error(response) == (400, "invalid_input", words)
+        for name in ("authorization", "x-api-key"):
+            response = await opened.client.get("/info", headers=[(name, "Bearer x")] * 2)
+            words = f"{name}: got 2 fields, expected at most one"
+            assert error(response) == (400, "invalid_input", words)
 
 
 def refused_head(response, status, words):

@@ -217,9 +217,10 @@ async def test_the_document_says_which_routes_need_a_key_where_there_are_keys(op
     async with open_app(api_keys="a-key-that-nobody-knows") as served:
         document = (await served.client.get("/openapi.json")).json()
     assert document["components"]["securitySchemes"] == {
-        "bearerAuth": {"type": "http", "scheme": "bearer"}
+        "bearerAuth": {"type": "http", "scheme": "bearer"},
+        "apiKeyAuth": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
     }
-    assert document["security"] == [{"bearerAuth": []}]
+    assert document["security"] == [{"bearerAuth": []}, {"apiKeyAuth": []}]
     open_paths = {
         path
         for path, operations in document["paths"].items()
