@@ -124,7 +124,7 @@ _TYPES = {
     "application/x-www-form-urlencoded": f"{_WITH_CURL}, or application/json for numbers",
     "application/pdf": _CONVERT,
     "application/zip": "; save one array with np.save",
-    "application/gzip": "; send it uncompressed",
+    "application/gzip": "; say it in Content-Encoding: gzip",
     "text/plain": "; say what it is, as in Content-Type: image/png",
 }
 """Advice by content type that is not supported."""

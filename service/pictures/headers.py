@@ -27,7 +27,7 @@ PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _CONVERT = "; convert it to PNG or JPEG"
 _AS_BYTES = "; send its bytes as they are"
 _DECODED = "; decode it and send the bytes"
-_UNCOMPRESSED = "; send the body uncompressed"
+_UNCOMPRESSED = "; send the body uncompressed, or gzip with Content-Encoding: gzip"
 _ONE_ARRAY = "; save one array with np.save"
 _SIGNATURES = {
     PNG_MAGIC: ("image/png", "; send it with Content-Type: image/png"),
