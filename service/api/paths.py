@@ -5,6 +5,7 @@ A new form gets a function in `routes` that reads its head, and a line here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,8 +82,8 @@ _OTHER = Path()
 
 
 def plain_path(path: str) -> str:
-    """`path` with one slash before it and none behind it: clients join it to a base URL."""
-    return f"/{path.strip('/')}" if path.startswith("/") else path
+    """`path` with single slashes and none behind it: clients join it to a base URL."""
+    return "/" + re.sub("/{2,}", "/", path.strip("/")) if path.startswith("/") else path
 
 
 def path_like(path: str) -> Path:
