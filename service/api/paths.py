@@ -24,6 +24,7 @@ from service.api.routes import (
 )
 from service.api.schemas import TIMEOUT_HEADER
 from service.forms.oip_json import LENGTH_HEADER
+from service.forms.oip_proto import SCALE
 from service.request import Requests
 from wire.answer import Answer, error_answer
 from wire.errors import Refusal
@@ -119,7 +120,7 @@ POLICY = Policy(
     is_open=lambda path: path_like(path.decode("latin-1")).is_open,
     answer=lambda path, error: path_like(path.decode("latin-1")).error(error),
     status=status_of,
-    headers=(TIMEOUT_HEADER.lower(), LENGTH_HEADER.lower(), "content-encoding"),
+    headers=(TIMEOUT_HEADER.lower(), LENGTH_HEADER.lower(), "content-encoding", SCALE),
     varying=(TIMEOUT_HEADER.lower(),),
     exposed=("x-model-version", "server-timing", LENGTH_HEADER.lower()),
 )
