@@ -285,7 +285,7 @@ def _info(
         python=platform.python_version(),
         grpc_port=grpc_port,
         default_model=models.default,
-        models=[_loaded(model, placement) for model in models.served],
+        models=[_loaded(model, placement, models.labels_of(model)) for model in models.served],
         limits={
             "max_batch_rows": placement.max_batch_rows,
             "max_queue_rows": settings.max_queue_rows,
@@ -298,12 +298,13 @@ def _info(
     )
 
 
-def _loaded(model: Batcher, placement: Placement) -> LoadedModel:
+def _loaded(model: Batcher, placement: Placement, labels: list[str]) -> LoadedModel:
     version = model.version
     training = version.weights.training
     return LoadedModel(
         name=version.name,
         version=version.version,
+        version_labels=labels,
         device=placement.name,
         precision=placement.precision,
         strategies=model.pool.workers[0].context.strategies,

@@ -133,7 +133,8 @@ class _PlainPaths:
 
 def _operation_id(route: APIRoute) -> str:
     """The name that generated clients give to the function for a route."""
-    return route.name + "_by_version" * ("{version}" in route.path)
+    by = [one for one in ("version", "label") if f"/{one}s/{{version}}" in route.path]
+    return "_by_".join((route.name, *by))
 
 
 def _add_operations(

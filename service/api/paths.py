@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from service.api.errors import plain_error_answer, status_of
 from service.api.routes import (
     MODEL,
+    MODEL_LABEL,
     MODEL_VERSION,
     PREFIX,
     TENSORFLOW,
@@ -74,6 +75,7 @@ PATHS = {
     f"{PREFIX}/...": _PLAIN,
     f"{TENSORFLOW}{MODEL}:predict": _TENSORFLOW,
     f"{TENSORFLOW}{MODEL_VERSION}:predict": _TENSORFLOW,
+    f"{TENSORFLOW}{MODEL_LABEL}:predict": _TENSORFLOW,
     f"{TENSORFLOW}/...": _PLAIN,
 }
 """Paths by their template. Those of no line need a key, and their errors are objects."""

@@ -39,6 +39,7 @@ TENSORFLOW = "/v1"
 
 MODEL = "/models/{model}"
 MODEL_VERSION = f"{MODEL}/versions/{{version}}"
+MODEL_LABEL = f"{MODEL}/labels/{{version}}"
 
 _TARGET_MODEL = "X-Amzn-SageMaker-Target-Model"
 """Names a file of a multi-model endpoint of SageMaker."""

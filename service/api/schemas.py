@@ -306,6 +306,7 @@ class LoadedModel(BaseModel):
 
     name: str
     version: str
+    version_labels: list[str] = Field(description="Of labels.json.", examples=[["canary"]])
     device: str = Field(description="cpu, or cuda and numbers.", examples=["cpu", "cuda:0,1"])
     precision: str = Field(description="fp32 on the CPU.", examples=["fp32", "fp16"])
     strategies: dict[int, str] = Field(

@@ -43,7 +43,7 @@ ROUTES = [
     ("POST", "/invocations", SEVEN, BYTES),
     *(
         route
-        for model in ("/models/lenet", "/models/lenet/versions/1")
+        for model in ("/models/lenet", "/models/lenet/versions/1", "/models/lenet/labels/1")
         for route in (
             *(
                 ("GET", f"/v2{model}{rest}", None, {})
@@ -54,6 +54,7 @@ ROUTES = [
             ("GET", f"/v1{model}/metadata", None, {}),
             ("POST", f"/v1{model}:predict", TENSORFLOW, {}),
         )
+        if "labels" not in model or route[1].startswith("/v1")
     ),
 ]
 REPOSITORY = [
