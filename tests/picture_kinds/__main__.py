@@ -49,7 +49,8 @@ def main():
             todo.append((f"number_{name}", numbers(*draw, kinds=(kind,)), "several"))
         for name, make in NO_DIGITS.items():
             randoms = (np.random.default_rng((given.seed, i)) for i in range(given.count))
-            todo.append((f"no_{name}", ((make(random), []) for random in randoms), "one"))
+            pictures = map(lambda random, make=make: (make(random), []), randoms)
+            todo.append((f"no_{name}", pictures, "one"))
     total = np.zeros(4, int)
     for name, pictures, digits in todo:
         if given.save:
