@@ -108,6 +108,8 @@ def test_noisy_paper_alone_has_no_digit(size):
 
 SEED = 7
 COUNT = 12
+PLAIN = tuple(BEFORE)[:15]
+"""Kinds that show nothing but ink on paper, and little else."""
 
 
 @pytest.mark.parametrize("name", BEFORE)
@@ -122,7 +124,7 @@ def test_a_digit_is_read_and_not_warned_of_on_every_kind_of_picture(mnist, name)
 @pytest.mark.parametrize("name", BEFORE)
 def test_97_of_100_are_read_on_every_kind_of_picture(mnist, name):
     found = outcome(of_kind(BEFORE[name], *mnist, 300, SEED + 1))
-    assert found.right >= 291
+    assert found.right >= (294 if name in PLAIN else 291)
     assert found.warned.total() <= 6
 
 
