@@ -66,8 +66,9 @@ def samples(digits: Digits, scenes: int, seed: int) -> tuple[Images, Labels]:
     The work is divided over all cores.
     """
     workers = len(os.sched_getaffinity(0))
-    parts = np.array_split(np.arange(scenes), 4 * workers)
-    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+    parts = np.array_split(np.arange(scenes), workers)
+    # Not by fork: the libraries' threads may hold a lock then.
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         done = list(pool.map(partial(_samples, digits, seed), parts))
     images = [digits.images[::10], *(images for images, _ in done)]
     labels = [digits.labels[::10].astype(np.int64), *(labels for _, labels in done)]
