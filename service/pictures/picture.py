@@ -16,11 +16,9 @@ from PIL import Image
 
 from lenet.pixels import HEIGHT, WIDTH, Images
 from service.errors import InvalidInput, TooLarge
-from service.pictures.candidates import candidates
 from service.pictures.doubt import count_shapes, is_no_digit, silhouette
 from service.pictures.headers import Between, Digits, Doubt, Invert
-from service.pictures.ink import Drawing, Grey, Ink, find_ink
-from service.pictures.judge import DOUBTFUL, IS_DIGIT, Judged, best, chances
+from service.pictures.ink import Drawing, Ink, find_ink
 from service.pictures.picture_files import read_grey
 from service.pictures.separate import MAX_DIGITS, find_digits, in_reading_order
 
@@ -78,8 +76,6 @@ def prepare(
     )
     drawing = find_ink(grey, invert)
     if not drawing.ink.any():
-        if digits == "one" and (other := _searched(grey, invert, 0.0)):
-            return Prepared(other.image[np.newaxis], pixels, _doubts(other))
         hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
         message = f"{field}: no digit found: the picture is blank, or no ink in it stands out{hint}"
         raise InvalidInput(message, field=field)
@@ -93,10 +89,6 @@ def prepare(
     alone = (one.alone(drawing) for one in in_reading_order(found))
     drawings = alone if len(found) > 1 else [drawing]
     images = np.stack([_centred(_scaled(one)) for one in drawings])
-    if digits == "one" and not drawing.is_plain:
-        chance = float(chances(images)[0])
-        if chance < DOUBTFUL and (other := _searched(grey, invert, chance)):
-            return Prepared(other.image[np.newaxis], pixels, _doubts(other))
     doubts: list[tuple[int, Doubt]] = []
     for index, image in enumerate(images):
         shape = silhouette(image)
@@ -107,25 +99,6 @@ def prepare(
         elif is_no_digit(shape):
             doubts.append((index, "not_a_digit"))
     return Prepared(images, pixels, doubts)
-
-
-def _searched(grey: Grey, invert: Invert, chance: float) -> Judged | None:
-    """The best candidate, where the judge believes in it, and more than in `chance`."""
-    found = candidates(grey, invert)
-    if not found:
-        return None
-    images = np.stack([normalised(one.ink.astype(np.float32)) for one in found])
-    one = best(found, images)
-    return one if one.chance >= max(IS_DIGIT, chance) else None
-
-
-def _doubts(one: Judged) -> Sequence[tuple[int, Doubt]]:
-    return () if one.is_alone else ((0, "several_shapes"),)
-
-
-def normalised(ink: Ink) -> NDArray[np.uint8]:
-    """Ink without noise, (height, width), as an image of MNIST, uint8 (28, 28)."""
-    return _centred(_scaled(Drawing(ink, 0.0)))
 
 
 def _scaled(drawing: Drawing) -> Ink:

@@ -1,4 +1,4 @@
-"""Connected shapes in a mask, openings that remove what is thin, a threshold; NumPy alone."""
+"""Connected shapes in a mask, and openings that remove what is thin; NumPy alone."""
 
 from __future__ import annotations
 
@@ -59,22 +59,6 @@ class Shapes:
     def only(self, one: int) -> Mask:
         """The pixels of one shape."""
         return self.mask(np.arange(len(self)) == one)
-
-    @property
-    def boxes(self) -> Numbers:
-        """First row, row behind the last, first column, column behind the last, (n, 4)."""
-        return np.stack([self.top, self.bottom, self.left, self.right], 1)
-
-    def labels(self) -> NDArray[np.int32]:
-        """The number of each pixel's shape, -1 beside them."""
-        height, width = self.size
-        length = self.run_right - self.run_left
-        first = self.run_row * width + self.run_left - np.cumsum(length) + length
-        labels = np.full(height * width, -1, np.int32)
-        labels[np.arange(int(length.sum())) + np.repeat(first, length)] = np.repeat(
-            self.shape_of_run, length
-        )
-        return labels.reshape(height, width)
 
     def sum_of_runs(self, weights: NDArray[Any]) -> Numbers:
         """Sum of `weights`, one for each run, over the runs of each shape."""
@@ -180,18 +164,6 @@ def _roots(count: int, one: Numbers, other: Numbers) -> Numbers:
             return root
 
 
-def closed(pixels: NDArray[Item], size: int) -> NDArray[Item]:
-    """Morphological closing by a square of `size` x `size`: what is thinner and darker goes.
-
-    Beyond the picture its outermost pixels go on.
-    """
-    before, behind = size // 2, size - 1 - size // 2
-    for best, margin in ((np.maximum, (before, behind)), (np.minimum, (behind, before))):
-        pixels = np.pad(pixels, margin, "edge")
-        pixels = extreme(extreme(pixels, size, best, 0), size, best, 1)
-    return pixels
-
-
 def opened(mask: Mask, size: int) -> Mask:
     """Morphological opening of `mask` by a square of `size` x `size` pixels."""
     if size <= 1:
@@ -230,12 +202,3 @@ def _spread(mask: Mask, size: int, axis: int) -> Mask:
         wider[step:] |= got[:-step]
         got, reach = wider, reach + step
     return got if axis == 0 else got.T
-
-
-def otsu(levels: NDArray[np.uint8]) -> int:
-    """The level that separates light from dark best. Source: Otsu 1979."""
-    pixels = np.bincount(levels.ravel(), minlength=256).astype(np.float64)
-    below = np.cumsum(pixels)[:-1]
-    sums = np.cumsum(pixels * np.arange(256))
-    apart = (sums[-1] * below / levels.size - sums[:-1]) ** 2
-    return int(np.argmax(apart / np.maximum(below * (levels.size - below), 1)))
