@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+import service.pictures.picture  # noqa: F401 a picture in a body imports it: no input's memory
 from lenet.pixels import Images
 from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
 from service.forms.body import decode
