@@ -204,7 +204,7 @@ async def open_service(
             deadlines,
             timeout_s,
             metrics.predicted,
-            traces=stack.enter_context(_traces(settings, build[0])),
+            traces=stack.enter_context(_traces(settings, build[0], metrics)),
         )
         routes = image_routes(requests, settings.predict_route)
         explain = None
@@ -246,7 +246,7 @@ async def open_service(
 
 
 @contextmanager
-def _traces(settings: Settings, version: str) -> Iterator[Traces | None]:
+def _traces(settings: Settings, version: str, metrics: Metrics) -> Iterator[Traces | None]:
     """Samples requests and exports their spans; None if tracing is off."""
     url = settings.traces_endpoint
     if not url:
@@ -258,7 +258,7 @@ def _traces(settings: Settings, version: str) -> Iterator[Traces | None]:
     _log.info("traces to %s: %s, besides what callers, faults and slowness choose", url, chosen)
     statuses: spans.Statuses = {"http": STATUS | {"": 200}, "grpc": GRPC_STATUS | {"": "OK"}}
     scheme = "http" if settings.certificate is None else "https"
-    with spans.exported(url, version, statuses, scheme) as note:
+    with spans.exported(url, version, statuses, scheme, metrics.traced) as note:
         yield Traces(settings.traces_one_in, (settings.traces_slower_ms or math.inf) / 1e3, note)
 
 
@@ -285,7 +285,7 @@ def _info(
         python=platform.python_version(),
         grpc_port=grpc_port,
         default_model=models.default,
-        models=[_loaded(model, placement) for model in models.served],
+        models=[_loaded(model, placement, models.labels_of(model)) for model in models.served],
         limits={
             "max_batch_rows": placement.max_batch_rows,
             "max_queue_rows": settings.max_queue_rows,
@@ -298,12 +298,13 @@ def _info(
     )
 
 
-def _loaded(model: Batcher, placement: Placement) -> LoadedModel:
+def _loaded(model: Batcher, placement: Placement, labels: list[str]) -> LoadedModel:
     version = model.version
     training = version.weights.training
     return LoadedModel(
         name=version.name,
         version=version.version,
+        version_labels=labels,
         device=placement.name,
         precision=placement.precision,
         strategies=model.pool.workers[0].context.strategies,

@@ -126,6 +126,9 @@ class Request(Work):
         *("_to", "_transferring", "_wanted", "asked", "done", "moved_bytes"),
     )
 
+    is_prediction = True
+    """Whether its time is one of a prediction, in metrics."""
+
     def __init__(self, requests: Requests, wanted: Wanted, to: Any) -> None:
         self._requests, self._wanted, self._to = requests, wanted, to
         self._form = wanted.form
@@ -501,6 +504,8 @@ class Request(Work):
                 if batch is None or batch.result is None
                 else batch_attributes(self.batch_rows, batch.reason, batch.result)
             )
-            traces.note(Ended(*of, code, self._started_s, now_s, steps_s, attributes))
+            is_prediction = self.is_prediction and not code
+            times_s = self._started_s, now_s, steps_s
+            traces.note(Ended(*of, code, *times_s, attributes, is_prediction))
         except Exception:  # noqa: BLE001 - its client is answered all the same
             _log.exception("a request was not traced")

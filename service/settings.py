@@ -177,8 +177,8 @@ class Settings(BaseSettings):
 
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """Keys, separated by commas, each of at least 16 characters. With any, every request but those
-    for health needs `Authorization: Bearer KEY`. Better as a variable than as a flag, which `ps`
-    shows."""
+    for health needs `Authorization: Bearer KEY` or `X-API-Key: KEY`. Better as a variable than as
+    a flag, which `ps` shows."""
 
     admin_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """Keys, as --api-keys, with which models are listed, loaded and unloaded by requests. Without

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from wire.answer import Answer, error_answer
 from wire.errors import Refusal, shown
 from wire.grpc_status import Status, status_of
-from wire.keys import Keys
+from wire.keys import HEADERS, Keys
 
 _log = logging.getLogger(__name__)
 
 _EXPOSED = ("x-request-id", "retry-after")
 _ALLOWED = (
-    *("accept", "authorization", "content-type", "traceparent", "x-request-id"),
+    *("accept", *HEADERS, "content-type", "traceparent", "x-request-id"),
     *("connect-protocol-version", "connect-timeout-ms", "grpc-timeout", "x-grpc-web"),
     "x-user-agent",
 )
@@ -69,7 +69,7 @@ class Gate:
     ) -> None:
         self.policy = policy
         self.methods: Container[tuple[bytes, bytes]] = ()
-        self.single = frozenset(map(str.encode, ("authorization", "content-type", *policy.headers)))
+        self.single = frozenset(map(str.encode, (*HEADERS, "content-type", *policy.headers)))
         exposed, allowed = (
             ", ".join((*_EXPOSED, *policy.exposed)),
             ", ".join((*_ALLOWED, *policy.headers)),
@@ -103,7 +103,7 @@ class Gate:
 
     def key_error(self, headers: Mapping[str, str]) -> Refusal | None:
         """The error of a request that lacks a key; its names are in lower case."""
-        return self._keys.check(headers.get("authorization"))
+        return self._keys.check(headers)
 
     def cors_lines(self, headers: Mapping[str, str]) -> bytes:
         """Header lines for the answer to a page of another origin."""

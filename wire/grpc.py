@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from wire.exchange import Exchange
 from wire.grpc_status import OK, Status
 from wire.head import FastCall
 from wire.http2_fields import literals, status_field
+from wire.inflate import Inflater
 
 if TYPE_CHECKING:
     from wire.budget import Budget
@@ -55,12 +55,6 @@ _FIRST_BYTES = 16 * 1024
 
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-
-_WINDOW_BITS = {"gzip": 31, "deflate": 15}
-"""The argument `wbits` of zlib for each `grpc-encoding`."""
-
-ENCODINGS = ("identity", *_WINDOW_BITS)
-
 
 _OK_BLOCK = OK.block()
 
@@ -156,7 +150,7 @@ class GrpcStream(Exchange):
     """Receives the message that arrives."""
     _left = 0
     """Bytes of that message still to be received."""
-    _inflater: _Inflater | None = None
+    _inflater: Inflater | None = None
     _ended = _begun = False
     _sent_bytes = 0
 
@@ -293,7 +287,7 @@ class GrpcStream(Exchange):
             )
         else:
             self._message, self._left = self._call.message(None), size
-            self._inflater = _Inflater(self._message, self.head.encoding)
+            self._inflater = Inflater(self.head.encoding, "message", "grpc-encoding")
             inflaters = self.writer.places.inflaters
             inflaters[self] = None
             if len(inflaters) > inflaters.most and not inflaters.make_room(self):
@@ -310,6 +304,7 @@ class GrpcStream(Exchange):
         assert message is not None, "bug: no message"
         if self._inflater is not None:
             self._inflater.take(piece, last=not self._left)
+            self._step(self._inflater, _FIRST_BYTES)
             if self._inflater.busy:
                 self.writer.places.inflations.add(self._inflate)
             else:
@@ -322,6 +317,14 @@ class GrpcStream(Exchange):
             message.complete()
         else:
             message.wait_for_body()
+
+    def _step(self, inflater: Inflater, most_bytes: int) -> None:
+        """Hand on up to `most_bytes` of a compressed message. Raises: Refusal."""
+        message = self._message
+        assert message is not None, "bug: no message"
+        if found := inflater.step(most_bytes):
+            message.data(found)
+        message.wait_for_body()
 
     def _end_inflated(self) -> None:
         message = self._message
@@ -340,7 +343,7 @@ class GrpcStream(Exchange):
         if inflater is None or not inflater.busy:
             return False
         before = inflater.input_bytes
-        self._guarded(partial(self._guard_message, partial(inflater.step, _INFLATED_BYTES)))
+        self._guarded(partial(self._guard_message, partial(self._step, inflater, _INFLATED_BYTES)))
         failed = self._inflater is not inflater
         self.writer.http2.taken(self.stream, before - (0 if failed else inflater.input_bytes))
         if not failed and not inflater.busy:
@@ -442,48 +445,3 @@ class GrpcStream(Exchange):
 def framed(message: bytes) -> bytes:
     """A message with its prefix, not compressed."""
     return b"\0%b%b" % (len(message).to_bytes(4, "big"), message)
-
-
-class _Inflater:
-    """Turns a compressed message into the bytes of the message, a part at a time."""
-
-    def __init__(self, message: FastCall, encoding: str) -> None:
-        self._message = message
-        self._decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
-        self._input = b""
-        self._last = False
-        self.busy = False
-        """Whether `step` has to be called before more is taken."""
-        self.complete = False
-
-    @property
-    def input_bytes(self) -> int:
-        """Bytes that are not decompressed, still counted in the flow-control windows."""
-        return len(self._input)
-
-    def take(self, piece: bytes, last: bool) -> None:
-        """The next bytes. Raises: Refusal."""
-        self._input, self._last = self._input + piece, last
-        self.step(_FIRST_BYTES)
-
-    def step(self, most_bytes: int) -> None:
-        """Make up to `most_bytes` of the message. Raises: Refusal."""
-        self.busy = False
-        try:
-            found = self._decompressor.decompress(self._input, most_bytes)
-        except zlib.error:
-            message = "message: not compressed as grpc-encoding says"
-            raise InvalidInput(message, field="message") from None
-        if self._decompressor.unused_data:
-            raise InvalidInput("message: bytes behind its compressed end", field="message")
-        self._input = self._decompressor.unconsumed_tail
-        if found:
-            self._message.data(found)
-        self._message.wait_for_body()
-        if self._decompressor.eof:
-            self._input = b""
-        self.busy = bool(self._input) or (len(found) == most_bytes and not self._decompressor.eof)
-        if self._last and not self.busy:
-            if not self._decompressor.eof:
-                raise InvalidInput("message: its compressed bytes end too early", field="message")
-            self.complete = True

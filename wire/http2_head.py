@@ -16,7 +16,7 @@ from wire.errors import (
     shown,
 )
 from wire.gate import Gate
-from wire.grpc import ENCODINGS, Method, timeout_s_of
+from wire.grpc import Method, timeout_s_of
 from wire.head import (
     HOST,
     MAX_FIELDS,
@@ -28,6 +28,7 @@ from wire.head import (
 from wire.http2_blocks import MAX_HEADER_BYTES
 from wire.http2_fields import Fields, Malformed, is_field, is_value, lines_block, list_bytes
 from wire.ids import Ids
+from wire.inflate import CODINGS
 
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PATH = re.compile(rb"/[!-~]*")
@@ -125,8 +126,8 @@ class Http2Head(RequestHead):
             kind = named["content-type"]
             if kind.partition(";")[0] not in ("application/grpc", "application/grpc+proto"):
                 raise _unimplemented(f"content-type: got {shown(kind)}, expected application/grpc")
-            if self.encoding not in ENCODINGS:
-                expected = ", ".join(ENCODINGS)
+            if self.encoding not in CODINGS:
+                expected = ", ".join(CODINGS)
                 found = shown(self.encoding)
                 raise _unimplemented(f"grpc-encoding: got {found}, expected one of {expected}")
             if not method.is_open and (error := gate.key_error(named)) is not None:

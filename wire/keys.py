@@ -1,4 +1,4 @@
-"""API keys: `Authorization: Bearer KEY`, over HTTP and as metadata of a gRPC call.
+"""API keys: `Authorization: Bearer KEY` or `X-API-Key: KEY`, over HTTP and as metadata of gRPC.
 
 Keys are kept as digests, which are compared in constant time. Nothing here is logged.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from wire.errors import Forbidden, Refusal, Unauthorized
+
+HEADERS = ("authorization", "x-api-key")
+"""The headers that may hold a key."""
 
 MIN_CHARACTERS = 16
 """Least length of a key: 96 random bits in base64."""
@@ -35,22 +38,27 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def check(self, authorization: str | None, *, admin: bool = False) -> Refusal | None:
-        """The error to answer with, None if the key is accepted.
+    def check(self, headers: Mapping[str, str], *, admin: bool = False) -> Refusal | None:
+        """The error to answer with, None if the key in `headers` is accepted.
 
-        `authorization` is None if the header is missing. `admin`: only administrators may do what
-        the request asks for.
+        Names of `headers` are in lower case. A request with both headers must have the same key in
+        both. `admin`: only administrators may do what the request asks for.
         """
         if admin and not self._admin:
             return Forbidden(self._without_admin, field="authorization")
         if not admin and not self._keys:
             return None
         expected = "of the administrator's keys" if admin else "of the service's keys"
-        if authorization is None:
-            return _unauthorized("none", expected)
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer":
-            return _unauthorized("another scheme", expected)
+        authorization, other = map(headers.get, HEADERS)
+        field, key = HEADERS[authorization is None and other is not None], other
+        if authorization is not None:
+            scheme, _, key = authorization.partition(" ")
+            if scheme.lower() != "bearer":
+                return _unauthorized(field, "another scheme", expected)
+            if other is not None and other.strip() != key.strip():
+                return _unauthorized(field, "another key than x-api-key", expected)
+        if key is None:
+            return _unauthorized(field, "none", expected)
         given = _digest(key.strip())
         # All of them, so that the time does not tell which one it resembles.
         is_admin = sum(hmac.compare_digest(given, digest) for digest in self._admin)
@@ -58,16 +66,16 @@ class Keys:
         if is_admin or (is_known and not admin):
             return None
         if is_known:
-            return Forbidden(f"authorization: expected one {expected}", field="authorization")
-        return _unauthorized("an unknown key", expected)
+            return Forbidden(f"{field}: expected one {expected}", field=field)
+        return _unauthorized(field, "an unknown key", expected)
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _unauthorized(found: str, expected: str) -> Unauthorized:
+def _unauthorized(field: str, found: str, expected: str) -> Unauthorized:
+    headers = "'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
     return Unauthorized(
-        f"authorization: got {found}, expected 'Bearer KEY' with one {expected}",
-        field="authorization",
+        f"{field}: got {found}, expected {headers} with one {expected}", field=field
     )

@@ -80,6 +80,7 @@ class Digits:
 
 def settings(arguments: dict[str, str]) -> Settings:
     """The settings of a replica. Raises: InvalidSettings."""
+    # Without CLOUDS: the port and the routes that these variables set are Ray's.
     found = parse(Settings, [f"--{name}={text}" for name, text in arguments.items()], "app")
     if found.api_keys or found.certificate:
         raise InvalidSettings("Ray's proxy checks no keys and has no TLS: put them in front of it")

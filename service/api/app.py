@@ -6,6 +6,7 @@ Our own server answers the routes that take images itself, before the applicatio
 
 from __future__ import annotations
 
+import gzip
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -27,13 +28,13 @@ from service.api.open_inference import OpenInference
 from service.api.openapi import OIP_TAG, complete, image_route
 from service.api.page import HTML, Page, StaticFile
 from service.api.paths import DOCS_FILES, PAGE_FILES, PATHS, path_like, plain_path
-from service.api.routes import ImageRoute, prefers
+from service.api.routes import ImageRoute, prefers, takes_gzip
 from service.api.schemas import Health, InfoResponse
 from service.api.tensorflow import status_routes, verb_of
 from service.api.v2 import protocol_routes
 from service.engine.models import Models
 from service.errors import shown
-from service.observe.metrics import CONTENT_TYPE, Metrics
+from service.observe.metrics import OPEN_METRICS, PLAIN, Metrics
 from wire.errors import INTERNAL, Refusal
 from wire.keys import Keys
 
@@ -132,7 +133,8 @@ class _PlainPaths:
 
 def _operation_id(route: APIRoute) -> str:
     """The name that generated clients give to the function for a route."""
-    return route.name + "_by_version" * ("{version}" in route.path)
+    by = [one for one in ("version", "label") if f"/{one}s/{{version}}" in route.path]
+    return "_by_".join((route.name, *by))
 
 
 def _add_operations(
@@ -165,9 +167,16 @@ def _add_operations(
     ping(ready)
 
     @app.get("/metrics", tags=["operations"], summary="Prometheus metrics", response_class=Response)
-    async def metrics_text() -> Response:
-        """The Prometheus text format, summed over all workers."""
-        return Response(await metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+    async def metrics_text(request: Request) -> Response:
+        """The Prometheus text format, or OpenMetrics where preferred, summed over all workers."""
+        wanted, headers = request.headers, {"Vary": "Accept, Accept-Encoding"}
+        kind = OPEN_METRICS if prefers(OPEN_METRICS, wanted.get("accept", ""), PLAIN) else PLAIN
+        if takes_gzip(wanted.get("accept-encoding", "")):
+            headers["Content-Encoding"], coding = "gzip", partial(gzip.compress, compresslevel=1)
+            text, headers["Content-Type"] = await metrics.exposition(kind, coding)
+        else:
+            text, headers["Content-Type"] = await metrics.exposition(kind)
+        return Response(text, headers=headers)
 
     @app.get("/info", tags=["operations"], summary="Models and limits")
     async def server_info() -> InfoResponse:

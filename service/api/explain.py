@@ -103,6 +103,7 @@ class _Explanation(ImageRequest):
     """A request for an explanation, whose answer is an `ExplainResponse`."""
 
     __slots__ = ("_change", "_computing", "_index", "_thread", "_unfinished")
+    is_prediction = False
 
     def __init__(
         self,

@@ -15,7 +15,8 @@ from service.api.errors import status_of
 from service.errors import InvalidInput
 from service.forms import open_inference_pb2 as pb
 from service.forms.form import Content
-from service.forms.oip_proto import OipProtoForm
+from service.forms.oip_proto import SCALE, OipProtoForm
+from service.forms.pixels import SCALES, scale_of
 from service.observe.traces import Operation, grpc_operation, parent_of
 from service.request import Request, Requests, TimesS, Wanted
 from wire.errors import Refusal
@@ -41,13 +42,14 @@ _BYTES_OF_ONE = 400 * 1024
 
 def infer_methods(requests: Requests) -> dict[str, Method]:
     """The two methods, by name."""
-    form = OipProtoForm(requests.limits)
+    forms = {scale: OipProtoForm(requests.limits, scale) for scale in SCALES}
 
     def read(operation: Operation, headers: Mapping[str, str]) -> Wanted:
         limit_s, timeout_s = requests.timeout_s, timeout_s_of(headers)
         if timeout_s is not None:
             limit_s = min(timeout_s, limit_s)
         parent = parent_of(Ids.read(headers).trace, headers.get("tracestate", ""))
+        form = forms[scale_of(headers.get(SCALE, "byte"), SCALE)]
         return Wanted(form, limit_s, operation, parent)
 
     def method(name: str, open_call: Callable[[Requests, Wanted, Caller], Call]) -> Method:

@@ -121,8 +121,7 @@ def _guarded(method: Method, keys: Keys, access: Access) -> Method:
     """`method` for those who have the right; the gate asks users for their key."""
 
     def read(headers: Mapping[str, str]) -> Any:
-        error = keys.check(headers.get("authorization"), admin=True)
-        if error is not None:
+        if (error := keys.check(headers, admin=True)) is not None:
             raise error
         return method.read(headers)
 
@@ -273,20 +272,20 @@ class _SmallCall:
         except DecodeError:
             raise InvalidInput(f"message: not a {self._name}", field="message") from None
         self._requests.put_nowait(request)
-        if self._task is None:  # a call that sends no message needs none
-            self._start()
 
     def half_close(self) -> None:
         if not self._received:
             raise InvalidInput("message: got none, expected a request", field="message")
         self._requests.put_nowait(None)
+        if self._task is None:  # not before the end, until which a second message may come
+            self._start()
 
     @property
     def is_ahead(self) -> bool:
         return self._requests.qsize() >= _STREAM_AHEAD
 
     def stop(self, error: Refusal) -> None:
-        if self._is_stream or not self._received:  # a stream has no end of its own
+        if self._is_stream or self._task is None:  # a stream has no end of its own
             self.fail(error)
 
     def fail(self, error: Refusal) -> None:

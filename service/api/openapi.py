@@ -248,8 +248,11 @@ def complete(document: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:
         for operation in operations.values() if placed else ():
             operation["parameters"] = placed + operation.get("parameters", [])
     if needs_key:
-        components["securitySchemes"] = {"bearerAuth": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"bearerAuth": []}]
+        components["securitySchemes"] = {
+            "bearerAuth": {"type": "http", "scheme": "bearer"},
+            "apiKeyAuth": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+        }
+        document["security"] = [{"bearerAuth": []}, {"apiKeyAuth": []}]
         for path, operations in document["paths"].items():
             for operation in operations.values() if path_like(path).is_open else ():
                 operation["security"] = []

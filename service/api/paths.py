@@ -5,12 +5,14 @@ A new form gets a function in `routes` that reads its head, and a line here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.api.errors import plain_error_answer, status_of
 from service.api.routes import (
     MODEL,
+    MODEL_LABEL,
     MODEL_VERSION,
     PREFIX,
     TENSORFLOW,
@@ -23,6 +25,7 @@ from service.api.routes import (
 )
 from service.api.schemas import TIMEOUT_HEADER
 from service.forms.oip_json import LENGTH_HEADER
+from service.forms.oip_proto import SCALE
 from service.request import Requests
 from wire.answer import Answer, error_answer
 from wire.errors import Refusal
@@ -72,6 +75,7 @@ PATHS = {
     f"{PREFIX}/...": _PLAIN,
     f"{TENSORFLOW}{MODEL}:predict": _TENSORFLOW,
     f"{TENSORFLOW}{MODEL_VERSION}:predict": _TENSORFLOW,
+    f"{TENSORFLOW}{MODEL_LABEL}:predict": _TENSORFLOW,
     f"{TENSORFLOW}/...": _PLAIN,
 }
 """Paths by their template. Those of no line need a key, and their errors are objects."""
@@ -81,8 +85,8 @@ _OTHER = Path()
 
 
 def plain_path(path: str) -> str:
-    """`path` with one slash before it and none behind it: clients join it to a base URL."""
-    return f"/{path.strip('/')}" if path.startswith("/") else path
+    """`path` with single slashes and none behind it: clients join it to a base URL."""
+    return "/" + re.sub("/{2,}", "/", path.strip("/")) if path.startswith("/") else path
 
 
 def path_like(path: str) -> Path:
@@ -118,7 +122,7 @@ POLICY = Policy(
     is_open=lambda path: path_like(path.decode("latin-1")).is_open,
     answer=lambda path, error: path_like(path.decode("latin-1")).error(error),
     status=status_of,
-    headers=(TIMEOUT_HEADER.lower(), LENGTH_HEADER.lower()),
+    headers=(TIMEOUT_HEADER.lower(), LENGTH_HEADER.lower(), "content-encoding", SCALE),
     varying=(TIMEOUT_HEADER.lower(),),
     exposed=("x-model-version", "server-timing", LENGTH_HEADER.lower()),
 )

@@ -9,11 +9,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias, get_args
 from urllib.parse import parse_qsl
 
 from service.api.schemas import MAX_TIMEOUT_MS, TIMEOUT_HEADER, PredictQuery
 from service.errors import InvalidInput, UnsupportedMediaType, invalid, shown
+from service.forms.compressed import CompressedForm
 from service.forms.form import Content, Form
 from service.forms.invocation import InvocationForm
 from service.forms.oip_json import LENGTH_HEADER, OipJsonForm
@@ -27,6 +29,7 @@ from service.request import Request, Requests, TimesS, Wanted
 from wire.answer import Answer, error_answer
 from wire.errors import Refusal
 from wire.ids import Ids
+from wire.inflate import CODINGS
 
 PREFIX = "/v2"
 """Paths of the Open Inference Protocol begin so."""
@@ -36,6 +39,7 @@ TENSORFLOW = "/v1"
 
 MODEL = "/models/{model}"
 MODEL_VERSION = f"{MODEL}/versions/{{version}}"
+MODEL_LABEL = f"{MODEL}/labels/{{version}}"
 
 _TARGET_MODEL = "X-Amzn-SageMaker-Target-Model"
 """Names a file of a multi-model endpoint of SageMaker."""
@@ -72,11 +76,19 @@ class ImageRoute:
 
         Raises:
             InvalidInput: a parameter or header is wrong.
-            UnsupportedMediaType: the body is compressed, or of an unknown type.
+            UnsupportedMediaType: the body's type or coding is unknown.
             TooLarge: Content-Length exceeds the limit.
         """
         path = path or {}
         form, model, version = self.read_form(query, headers, path, self.requests.limits)
+        coding = headers.get("content-encoding", "identity")
+        if coding.lower() not in CODINGS:
+            expected = f"one of {', '.join(CODINGS)}"
+            message = f"content-encoding: got {shown(coding)}, expected {expected}"
+            raise UnsupportedMediaType(message, field="content-encoding")
+        packs = takes_gzip(headers.get("accept-encoding", ""))
+        if (coding := coding.lower()) != "identity" or packs:
+            form = CompressedForm(form, coding, self.requests.max_body_bytes, packs)
         timeout_s = min(_timeout_s(headers), self.requests.timeout_s)
         asks_first = headers.get("expect", "").lower() == "100-continue"
         operation = http_operation("POST", self.template, self.template.format(**path))
@@ -95,13 +107,6 @@ class ImageRoute:
         return ImageRequest(self.requests, wanted, reply)
 
     def _length(self, headers: Headers) -> int | None:
-        encoding = headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
-            raise UnsupportedMediaType(
-                f"content-encoding: got {shown(encoding)}, expected none; "
-                "send the body uncompressed",
-                field="content-encoding",
-            )
         if (text := headers.get("content-length")) is None:
             return None
         if not re.fullmatch("[0-9]{1,20}", text):
@@ -224,8 +229,8 @@ def _qualities(header: str) -> dict[str, float]:
     return found
 
 
-def prefers(kind: str, accept: str) -> bool:
-    """Whether `accept` prefers `kind` to JSON (RFC 9110, 12.5.1); JSON where both are as good."""
+def prefers(kind: str, accept: str, other: str = "application/json") -> bool:
+    """Whether `accept` prefers `kind` to `other` (RFC 9110, 12.5.1), not where both are as good."""
     if kind not in accept.lower():
         return False
     ranges = _qualities(accept)
@@ -234,9 +239,10 @@ def prefers(kind: str, accept: str) -> bool:
         matching = (wanted, wanted.partition("/")[0] + "/*", "*/*")
         return next((ranges[one] for one in matching if one in ranges), 0.0)
 
-    return quality(kind) > quality("application/json")
+    return quality(kind) > quality(other)
 
 
+@lru_cache(maxsize=64)
 def takes_gzip(accept_encoding: str) -> bool:
     """Whether gzip may be sent, and is preferred to no coding: RFC 9110, 12.5.3."""
     codings = _qualities(accept_encoding)

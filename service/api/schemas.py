@@ -203,12 +203,13 @@ class ImagePrediction(BaseModel):
 
 
 class PredictionWarning(BaseModel):
-    """Why the prediction for an image of a picture may mean nothing."""
+    """Why the prediction for an image may mean nothing."""
 
     image: int = Field(description="Index of the prediction.", ge=0)
     code: str = Field(
         description="several_shapes: the picture shows several separate shapes, which were read as "
-        "one digit. not_a_digit: the shape is unlike any digit. More codes may follow.",
+        "one digit. not_a_digit: the shape is unlike any digit. looks_inverted, looks_wider, "
+        "looks_transposed: an array is bright, of float32, or transposed. More codes may follow.",
         examples=["several_shapes"],
     )
     message: str = Field(description="What was found, what to do.")
@@ -217,7 +218,7 @@ class PredictionWarning(BaseModel):
 class _Computed(BaseModel):
     model: str = Field(examples=["lenet"])
     version: str = Field(examples=["1"])
-    warnings: list[PredictionWarning] = Field([], description="About pictures; at most 256.")
+    warnings: list[PredictionWarning] = Field([], description="At most 256.")
 
 
 class PredictResponse(_Computed):
@@ -305,6 +306,7 @@ class LoadedModel(BaseModel):
 
     name: str
     version: str
+    version_labels: list[str] = Field(description="Of labels.json.", examples=[["canary"]])
     device: str = Field(description="cpu, or cuda and numbers.", examples=["cpu", "cuda:0,1"])
     precision: str = Field(description="fp32 on the CPU.", examples=["fp32", "fp16"])
     strategies: dict[int, str] = Field(

@@ -1,8 +1,9 @@
 """TensorFlow Serving's REST API, for clients that come from there.
 
-`POST /v1/models/{model}[/versions/{version}]:predict` predicts, `GET` of the same without
-`:predict` is the status, with `/metadata` behind it the tensors. A prediction has the outputs
-`probabilities` and `label`, and `name` if the model's classes have names.
+`POST /v1/models/{model}:predict` predicts, `GET` of the same without `:predict` is the status, with
+`/metadata` behind it the tensors. Behind the model may stand `/versions/{version}` or
+`/labels/{version}`. A prediction has the outputs `probabilities` and `label`, and `name` if the
+model's classes have names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from service.api.endpoints import path_of
 from service.api.openapi import TENSORFLOW_TAG, UNKNOWN
-from service.api.routes import MODEL, MODEL_VERSION, TENSORFLOW
+from service.api.routes import MODEL, MODEL_LABEL, MODEL_VERSION, TENSORFLOW
 from service.api.schemas import ModelNames
 from service.engine.models import Models
 from service.forms.tensorflow import has_names
@@ -37,6 +38,7 @@ class VersionStatus(BaseModel):
     version: str
     state: Literal["AVAILABLE", "UNLOADING"]
     status: dict[str, str] = {"error_code": "OK", "error_message": ""}
+    version_labels: list[str]
 
 
 class ModelStatus(BaseModel):
@@ -66,6 +68,7 @@ def status_routes(models: Models) -> APIRouter:
     """`GET` of the models, and of one: the state of its versions, and its tensors."""
     router = APIRouter(prefix=TENSORFLOW, tags=[TENSORFLOW_TAG])
 
+    @router.get(MODEL_LABEL, summary="Model status", responses=UNKNOWN)
     @router.get(MODEL_VERSION, summary="Model status", responses=UNKNOWN)
     @router.get(MODEL, summary="Model status", responses=UNKNOWN)
     async def model_status(asked: Request) -> ModelStatus:
@@ -76,7 +79,14 @@ def status_routes(models: Models) -> APIRouter:
         # HTTP begins when they are loaded.
         state: Literal["AVAILABLE", "UNLOADING"] = "AVAILABLE" if models.ready else "UNLOADING"
         served = models.select(name, version)
-        versions = [VersionStatus(version=one.version.version, state=state) for one in served]
+        versions = [
+            VersionStatus(
+                version=one.version.version,
+                state=state,
+                version_labels=models.labels_of(one),
+            )
+            for one in served
+        ]
         return ModelStatus(
             model_version_status=versions, name=served[0].version.name, ready=models.ready
         )
@@ -86,6 +96,7 @@ def status_routes(models: Models) -> APIRouter:
         """The models that are loaded, as KServe's version 1 protocol lists them."""
         return ModelNames(models=models.listed)
 
+    @router.get(f"{MODEL_LABEL}/metadata", summary="Model metadata", responses=UNKNOWN)
     @router.get(f"{MODEL_VERSION}/metadata", summary="Model metadata", responses=UNKNOWN)
     @router.get(f"{MODEL}/metadata", summary="Model metadata", responses=UNKNOWN)
     async def model_signature(asked: Request) -> SignatureMetadata:

@@ -132,7 +132,7 @@ async def _administered(request: Request, keys: Keys, kind: type[_Body]) -> _Bod
 
     Raises: Unauthorized, Forbidden, TooLarge, InvalidInput.
     """
-    if (error := keys.check(request.headers.get("authorization"), admin=True)) is not None:
+    if (error := keys.check(request.headers, admin=True)) is not None:
         raise error
     body = b""
     async for piece in request.stream():

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -93,6 +93,8 @@ class Models:
         """Contexts of several devices are opened at the same time."""
         self._served: dict[str, tuple[Batcher, ...]] = {}
         """Loaded versions by model name, the highest version first."""
+        self._labels: dict[str, dict[str, tuple[str, ...]]] = {}
+        """By model and label the version, while models change also the one before."""
         self._models: list[Batcher] = []
         """All that have contexts, those that are being unloaded among them."""
 
@@ -127,10 +129,19 @@ class Models:
             if len(versions) > 1:  # one may have been replaced a moment ago
                 return max(versions, key=lambda one: int(one.version.version))
             return versions[0] if versions else None
-        return next((one for one in versions if one.version.version == version), None)
+        for wanted in self._labels.get(name, {}).get(version, (version,)):
+            for served in versions:
+                if served.version.version == wanted:
+                    return served
+        return None
+
+    def labels_of(self, served: Batcher) -> list[str]:
+        """The labels of a version."""
+        name = served.version.name
+        return sorted(one for one in self._labels.get(name, ()) if self.find(name, one) is served)
 
     def get(self, name: str = "", version: str = "") -> Batcher:
-        """The model called `name` in `version`, the highest one for "" and "0".
+        """The model called `name` in `version` or its label, the highest one for "" and "0".
 
         The default model for "" and for the alias.
 
@@ -143,9 +154,9 @@ class Models:
         versions = self._served.get(self.default if name in self._default_names else name)
         if versions is None:
             raise self.not_loaded(name or self.default)
-        loaded = ", ".join(repr(one.version.version) for one in versions)
-        expected = loaded if len(versions) == 1 else f"one of {loaded}"
         found = versions[0].version.name
+        loaded = [one.version.version for one in versions] + sorted(self._labels.get(found, {}))
+        expected = "one of " * (len(loaded) > 1) + ", ".join(map(repr, loaded))
         if flag := self._folder.flag_for(found, version):
             expected += f"; it is in the weights folder, and {flag} loads it"
         elif not (version.isascii() and version.isdecimal()):
@@ -203,6 +214,8 @@ class Models:
         try:
             for version in self._versions:
                 await self._add(version)
+            for name in self._served:
+                self._label(name)
         except BaseException:
             await self._close()
             raise
@@ -266,6 +279,13 @@ class Models:
     def _order(self, name: str, versions: Iterable[Batcher]) -> None:
         self._served[name] = tuple(sorted(versions, key=lambda one: -int(one.version.version)))
 
+    def _label(self, name: str, *before: Mapping[str, tuple[str, ...]]) -> None:
+        """Name versions as `folder` read it, or as `before` where that one is not served yet."""
+        self._labels[name] = {
+            label: (version, *(one for labels in before for one in labels.get(label, ())))
+            for label, version in self._folder.labels.get(name, {}).items()
+        }
+
     async def remove(self, name: str) -> None:
         """Close a model, if it is loaded: no request finds it, and those that did are finished."""
         await asyncio.gather(*map(self._close_one, self._served.pop(name, ())))
@@ -320,8 +340,10 @@ class Models:
         that is refused ends it: it and those after it stay as they were, whatever goes wrong.
         """
         outcome, where, before = "unchanged", "", self._served.get(name, ())
+        labels = self._labels.get(name, {})
         try:
             wanted = await asyncio.to_thread(self._folder.read, name)
+            self._label(name, labels)
             kept = {one.version.version: one for one in before}
             new = [one for one in wanted if one.version not in kept]
             stay = [(kept.pop(one.version), one) for one in wanted if one.version in kept]
@@ -339,7 +361,9 @@ class Models:
                 self._order(name, (one for one in self._served[name] if one is not served))
                 await self._close_one(served)
                 outcome = "replaced"
+            self._label(name)
         except Exception as exc:  # noqa: BLE001 - one model's change: the others follow
+            self._labels[name] = labels
             served_now = self._served.get(name, ())
             _log.error(
                 "model %s: %s refused, %s: %s%s",

@@ -4,6 +4,7 @@ A model is a folder in it and a version a file there, MODEL/VERSION.safetensors 
 positive integer. Of each model the highest versions are served, as many as asked for, or those that
 the settings name. A folder without such folders may be that of one model: VERSION.safetensors, or
 one file of any name, which is version 1. The model is then called as the metadata of its file say.
+Beside the versions `labels.json` may name some of those that are served: `{"canary": 3}`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import PositiveInt, StringConstraints, TypeAdapter, ValidationError
 
 from lenet.errors import InvalidWeightFile
 from lenet.weightfile import WeightFile
@@ -26,6 +29,12 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "lenet"
 """Answers requests that name no model, if it is loaded and the settings name no other."""
+
+_LABELS = "labels.json"
+# A file, and no symlinks: a ConfigMap and an object store hold none.
+_MAX_LABELS_BYTES = 64 * 1024
+_Label = Annotated[str, StringConstraints(pattern="^[A-Za-z][A-Za-z0-9_-]*$")]
+_LABEL_FILE = TypeAdapter(dict[_Label, PositiveInt])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +81,8 @@ class WeightsFolder:
         self._latest = latest
         self._pinned: dict[str, set[int]] = {}
         self._left_out: dict[str, set[str]] = {}
+        self.labels: dict[str, dict[str, str]] = {}
+        """Versions by their label, by model, at the last reading."""
         self._ignored: set[Path] = set()
 
     def read_all(
@@ -140,8 +151,8 @@ class WeightsFolder:
         """Read the versions of the model `name` that are to be served, the highest first.
 
         Raises:
-            InvalidWeightFile: there is none, one leaves the folder through a symlink, or is of
-                another model.
+            InvalidWeightFile: there is none, one leaves the folder through a symlink or is of
+                another model, or a label names none of them.
         """
         folder, files = self._folder_of(name), self._files(name)
         if not files:
@@ -159,6 +170,7 @@ class WeightsFolder:
         elif self._latest:
             wanted = wanted[: self._latest]
         self._left_out[name] = set(map(str, files.keys() - wanted))
+        self.labels[name] = self._read_labels(folder / _LABELS, wanted)
         return tuple(self._read(name, version, files[version]) for version in wanted)
 
     def flag_for(self, name: str, version: str) -> str:
@@ -194,12 +206,39 @@ class WeightsFolder:
                 _log.warning("%s: ignored, its name is not a positive integer", path)
         return versions
 
-    def _read(self, name: str, version: int, path: Path) -> ModelVersion:
+    def _check_place(self, path: Path) -> None:
         # Not Path.resolve: before Python 3.13 it raises RuntimeError on a loop of links.
         if not Path(os.path.realpath(path)).is_relative_to(self._path.resolve()):
             raise InvalidWeightFile(
                 f"{path}: leads out of {self._path} through a symlink: copy the file"
             )
+
+    def _read_labels(self, path: Path, served: Sequence[int]) -> dict[str, str]:
+        if not os.path.lexists(path):
+            return {}
+        self._check_place(path)
+        if not path.is_file():
+            raise InvalidWeightFile(f"{path}: expected a file")
+        try:
+            with path.open("rb") as file:
+                found = _LABEL_FILE.validate_json(file.read(_MAX_LABELS_BYTES), strict=True)
+        except OSError as exc:
+            raise InvalidWeightFile(f"{path}: cannot be read ({exc.strerror})") from exc
+        except ValidationError as exc:
+            raise InvalidWeightFile(
+                f'{path}: expected an object of versions by label, as {{"canary": 3}}; a label '
+                "has letters, digits, - and _ and begins with a letter"
+            ) from exc
+        for label, version in found.items():
+            if version not in served:
+                raise InvalidWeightFile(
+                    f"{path}: label {label!r} names version {version}, expected one that is "
+                    f"served: {', '.join(map(str, served))}; --versions says how many are"
+                )
+        return {label: str(version) for label, version in found.items()}
+
+    def _read(self, name: str, version: int, path: Path) -> ModelVersion:
+        self._check_place(path)
         weights = WeightFile.read(path)
         if weights.model.name != name:
             place = "the files beside it" if name == self._only else "its folder"

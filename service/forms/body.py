@@ -1,4 +1,4 @@
-"""The bodies of `POST /predict`: JSON, bytes, npy, pictures and multipart -> uint8 (n, 28, 28).
+"""The bodies of `POST /predict`, of every content type, -> uint8 (n, 28, 28).
 
 With `service.pictures` the one place where untrusted image data is parsed. A malformed body raises
 InvalidInput with the field, what it got and what was expected. Nothing is evaluated (no pickle, no
@@ -21,19 +21,20 @@ from lenet.nvtx import span
 from lenet.pixels import PIXELS, Images
 from service.errors import UnsupportedMediaType, invalid, shown
 from service.forms.multipart import media_type, no_file, parts_of
+from service.forms.pixel_csv import CSV_BEGIN
 from service.forms.pixel_json import sliced_json_images
 from service.forms.pixels import NPY_MAGIC, Scale, check_count
-from service.forms.reader import ARRAYS, NPY, OCTETS, PICTURES, Doubts, Limits, Reader
+from service.forms.reader import ARRAYS, CSV, NPY, OCTETS, PICTURES, Doubts, Limits, Reader
 from service.pictures.headers import Digits, Invert, sniff
 
 _BINARY = (*ARRAYS, *PICTURES)
 ACCEPTED = ("application/json", *_BINARY, "multipart/form-data")
 """Content types of a request's body."""
 
-NOW_BYTES = {"application/json": 192 * 1024, NPY: 1024 * 1024}
+NOW_BYTES = {"application/json": 192 * 1024, NPY: 1024 * 1024, CSV: 96 * 1024}
 """The largest bodies that are decoded on the event loop. Larger ones block it for more than the 2
-to 3 ms that JSON of 192 KiB, 64 images and more, takes, and the transposition of an npy array in
-Fortran's order (one Xeon core, 2026-11-22)."""
+to 3 ms that JSON of 192 KiB, 64 images and more, takes, CSV of 96 KiB with exponents, and the
+transposition of an npy array in Fortran's order (one Xeon core, 2026-11-27)."""
 
 
 def accepted_type(content_type: str) -> str:
@@ -93,7 +94,7 @@ def _multipart(body: bytes, content_type: str, reader: Reader) -> Images:
         kind, content = part.kind, part.content
         field = f"parts[{i}]"
         if kind in ("", OCTETS):
-            kind = sniff(content) or (NPY if content.startswith(NPY_MAGIC) else OCTETS)
+            kind = sniff(content) or _kind_of(content)
             if kind == OCTETS and (not content or len(content) % PIXELS):
                 raise no_file(part, field)
         if kind not in _BINARY:
@@ -103,6 +104,13 @@ def _multipart(body: bytes, content_type: str, reader: Reader) -> Images:
         count += len(rows)
         check_count(count, "parts", max_images)
     return images[0] if len(images) == 1 else np.concatenate(images)
+
+
+def _kind_of(content: bytes) -> str:
+    """The kind of a part that is no picture and states none."""
+    if content.startswith(NPY_MAGIC):
+        return NPY
+    return CSV if CSV_BEGIN.match(content) else OCTETS
 
 
 def _nothing(_: int) -> None:
@@ -116,8 +124,7 @@ _TYPES = {
     "application/x-www-form-urlencoded": f"{_WITH_CURL}, or application/json for numbers",
     "application/pdf": _CONVERT,
     "application/zip": "; save one array with np.save",
-    "application/gzip": "; send it uncompressed",
-    "text/csv": '; send numbers as JSON, {"images": [...]}',
+    "application/gzip": "; say it in Content-Encoding: gzip",
     "text/plain": "; say what it is, as in Content-Type: image/png",
 }
 """Advice by content type that is not supported."""

@@ -14,8 +14,10 @@ _ALIASES = {
     "image/x-ms-bmp": "image/bmp",
     "image/x-png": "image/png",
     "image/apng": "image/png",
+    "application/csv": "text/csv",
+    "application/vnd.ms-excel": "text/csv",
 }
-"""Other names of types, which clients send."""
+"""Other names of types, which clients send; Excel's is that of CSV in browsers on Windows."""
 
 _MAX_TYPE_CHARACTERS = 1024
 """Limit of the Content-Type of a form: python-multipart takes 1.4 us a character."""
@@ -40,7 +42,7 @@ class Part:
 
 
 def no_file(part: Part, field: str) -> InvalidInput:
-    """The error for a part without a type that is no picture, no npy file and no pixels."""
+    """The error for a part without a type that is no file read here."""
     from python_multipart.multipart import parse_options_header
 
     options = parse_options_header(part.disposition)[1]

@@ -15,7 +15,7 @@ from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, ServiceError, invalid, shown
 from service.forms import open_inference_pb2 as pb
 from service.forms.form import Answered, Asked, Body, Content, Decoded, RequestedOutput
-from service.forms.pixels import scale_of
+from service.forms.pixels import Scale, scale_of
 from service.forms.proto_guard import read_infer_request, read_names, split
 from service.forms.reader import Limits, NeedsProcess, Reader
 from service.forms.tensors import (
@@ -33,6 +33,9 @@ from service.forms.tensors import (
     requested_outputs,
 )
 from service.pictures.headers import Between
+
+SCALE = "x-scale"
+"""Metadata: the scale of requests whose parameters state none."""
 
 _INPUT_CONTENTS = {
     "BOOL": "bool_contents",
@@ -67,9 +70,10 @@ _OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents", "BYTES":
 
 @dataclass(frozen=True, slots=True)
 class OipProtoForm:
-    """The form of inference over gRPC."""
+    """The form of inference over gRPC. `scale` is that of requests that state none."""
 
     limits: Limits
+    scale: Scale = "byte"
 
     part: ClassVar[str] = "message"
     names_model: ClassVar[bool] = True
@@ -83,14 +87,16 @@ class OipProtoForm:
     def decode_now(self, body: Body) -> Decoded | None:
         """Decode raw images of any number, and few numbers. Raw images are not copied."""
         message = memoryview(body) if isinstance(body, bytearray) else body
+        if self.scale == "byte" and (found := _read_one_image(message)) is not None:
+            return found
         try:
-            return _read_one_image(message) or _decode_now(message, Reader(self.limits))
+            return _decode_now(message, Reader(self.limits, scale=self.scale))
         except NeedsProcess:
             return None
 
     def decode(self, body: bytes, between: Between) -> Decoded:
         """Decode any message."""
-        return Decoded(*decode_message(body, Reader(self.limits, between)))
+        return Decoded(*decode_message(body, Reader(self.limits, between, scale=self.scale)))
 
     @span("encode")
     def write(self, asked: Asked, answered: Answered) -> Content:

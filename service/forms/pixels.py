@@ -7,7 +7,7 @@ the scale "unit"; without that a float of an image that has no other than 0 and 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -65,12 +65,23 @@ def check_count(count: int, field: str, max_images: int) -> None:
         raise TooLarge(message, field=field)
 
 
+def where(index: int) -> str:
+    """Names the image and pixel of number `index` of an array."""
+    image, pixel = divmod(index, PIXELS)
+    return f"index {index} (image {image}, row {pixel // WIDTH}, column {pixel % WIDTH})"
+
+
 def as_pixels(
-    values: NDArray[Any], field: str, scale: Scale = "byte", first: int = 0
+    values: NDArray[Any],
+    field: str,
+    scale: Scale = "byte",
+    first: int = 0,
+    place: Callable[[int], str] = where,
 ) -> NDArray[np.uint8]:
     """Numbers of any real dtype as pixels; uint8 is not copied, true is ink.
 
-    `first` is the index of the first number, in messages. Whole images have to be in one call.
+    `place` names a number in messages by its index, that of the first number being `first`. Whole
+    images have to be in one call.
 
     Raises: InvalidInput (the first number that is no pixel).
     """
@@ -79,7 +90,7 @@ def as_pixels(
     if scale == "unit":
         wrong = ~((values >= 0) & (values <= 1))  # also NaN
         if wrong.any():
-            got = f"{values.flat[index := int(wrong.argmax())]} at {where(first + index)}"
+            got = f"{values.flat[index := int(wrong.argmax())]} at {place(first + index)}"
             raise invalid(field, got, "numbers 0 to 1, as scale=unit says")
         return np.rint(values * np.float32(255)).astype(np.uint8)
     if values.dtype == np.uint8:
@@ -95,15 +106,9 @@ def as_pixels(
         index = int(wrong.argmax())
         image = index - index % PIXELS
         hint = advice.for_numbers(values.ravel()[image : image + PIXELS].tolist())
-        got = f"{values.flat[index]} at {where(first + index)}"
+        got = f"{values.flat[index]} at {place(first + index)}"
         raise invalid(field, got, f"whole numbers 0 to 255{hint}")
     return pixels
-
-
-def where(index: int) -> str:
-    """Names the image and pixel of number `index` of an array."""
-    image, pixel = divmod(index, PIXELS)
-    return f"index {index} (image {image}, row {pixel // WIDTH}, column {pixel % WIDTH})"
 
 
 def octets(body: Body, field: str, max_images: int, scale: Scale = "byte") -> Images:

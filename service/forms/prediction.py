@@ -12,6 +12,7 @@ import orjson
 
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Probabilities
+from service.forms.array_doubts import array_doubts
 from service.forms.body import NOW_BYTES, accepted_type, read
 from service.forms.form import (
     BINARY,
@@ -25,7 +26,7 @@ from service.forms.form import (
     Decoded,
 )
 from service.forms.pixels import Scale, octets
-from service.forms.reader import OCTETS, Limits, NeedsProcess, Reader
+from service.forms.reader import ARRAYS, OCTETS, Limits, NeedsProcess, Reader
 from service.pictures.headers import Between, Digits, Doubt, Invert
 
 WARNINGS: Mapping[Doubt, str] = {
@@ -33,7 +34,15 @@ WARNINGS: Mapping[Doubt, str] = {
     "with ?digits=several each is read on its own",
     "not_a_digit": "the shape is unlike any digit, so label and confidence mean nothing; "
     "expected one digit on plain paper",
+    "looks_inverted": "most pixels are bright, as of dark ink, but 255 is ink; send 255 - x, or "
+    "?invert=true",
+    "looks_wider": "the bytes look like float32, so one image was read as four; send a byte a "
+    "pixel, in NumPy x.astype('uint8')",
+    "looks_transposed": "the images are wider than high, as if transposed; in NumPy "
+    "x.transpose(0, 2, 1)",
 }
+
+_ARRAYS = ("application/json", *ARRAYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,9 @@ class ImageForm:
             count, rest = divmod(len(body), PIXELS)
             if rest or not 0 < count <= self.max_images:
                 return Decoded(octets(body, "body", self.max_images))  # says what is wrong
-            return Decoded(np.ndarray((count, HEIGHT, WIDTH), np.uint8, body))
+            doubts = array_doubts(body, count)
+            images = np.ndarray((count, HEIGHT, WIDTH), np.uint8, body)
+            return Decoded(images, Asked(doubts=doubts) if doubts else NOTHING)
         if self.kind != OCTETS and len(body) > NOW_BYTES.get(self.kind, 0):
             return None
         try:
@@ -112,12 +123,15 @@ class ImageForm:
         reader = Reader(limits, between, scale=self.scale, invert=self.invert, digits=self.digits)
         images = read(body, self.content_type, reader)
         doubts = tuple(reader.doubts)
+        if not doubts and self.kind in _ARRAYS:
+            doubts = array_doubts(images.data.cast("B"), len(images))
         return Decoded(images, Asked(doubts=doubts) if doubts else NOTHING)
 
 
 _A_ROW = 4
 """Pieces of JSON that one row has."""
 _DIGITS = tuple("0123456789")
+_OF_DIGITS = ("not_a_digit", "looks_inverted", "looks_transposed")
 
 
 @span("encode")
@@ -166,11 +180,11 @@ def _steps(answered: Answered, end: bytes) -> Iterator[bytes]:
 def warnings(
     doubts: Sequence[tuple[int, Doubt]], names: tuple[str, ...]
 ) -> list[dict[str, object]]:
-    """The `warnings` of an answer; that a shape is no digit, only where `names` are the digits."""
+    """The `warnings` of an answer; those of digits only where `names` are the digits."""
     return [
         {"image": index, "code": doubt, "message": WARNINGS[doubt]}
         for index, doubt in doubts
-        if doubt != "not_a_digit" or names == _DIGITS
+        if doubt not in _OF_DIGITS or names == _DIGITS
     ]
 
 

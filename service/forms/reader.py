@@ -1,7 +1,7 @@
 """Reads the images in the parts of one request, whatever form surrounds them.
 
-A part is raw pixels, an npy file or a picture. Pictures are decoded in a decoding process: on the
-event loop the reader raises `NeedsProcess` at the first one.
+A part is raw pixels, an npy or CSV file, or a picture. Pictures are decoded in a decoding process:
+on the event loop the reader raises `NeedsProcess` at the first one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from lenet.pixels import PIXELS, Images
 from service.errors import InvalidInput, invalid, shown
 from service.forms import base64_text
 from service.forms.form import BINARY, MAX_DOUBTS
+from service.forms.pixel_csv import csv_images
 from service.forms.pixels import Scale, check_count, npy, octets
 from service.pictures.headers import (
     MAX_PIXELS,
@@ -27,7 +28,8 @@ from service.pictures.headers import (
 
 OCTETS = BINARY.decode()
 NPY = "application/x-npy"
-ARRAYS = {OCTETS: octets, NPY: npy}
+CSV = "text/csv"
+ARRAYS = {OCTETS: octets, NPY: npy, CSV: csv_images}
 """The parsers of arrays of pixels, by media type."""
 PICTURES = tuple(f"image/{kind}" for kind in ("png", "jpeg", "webp", "gif", "bmp", "avif", "tiff"))
 

@@ -15,22 +15,25 @@ import threading
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, core, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from lenet import distribution_version
 from lenet.backend import BatchResult
 from service.observe.series import (
     BELOW_S,
     FAMILIES,
+    REQUEST_BOUNDS_S,
     STAGE_BOUNDS_S,
     Family,
     Labels,
@@ -70,7 +73,15 @@ _ALERTED = ("overloaded", "deadline_exceeded", "unavailable", "inference_failed"
 NO_MODEL: ModelKey = ("none", "")
 """Labels of a request that failed before its model was found."""
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PLAIN, OPEN_METRICS = "text/plain", "application/openmetrics-text"
+"""Media types of an exposition."""
+
+_EXPOSITIONS: dict[str, tuple[Callable[[CollectorRegistry], bytes], str]] = {
+    PLAIN: (generate_latest, f"{PLAIN}; version=0.0.4; charset=utf-8"),
+    OPEN_METRICS: (openmetrics.generate_latest, openmetrics.CONTENT_TYPE_LATEST),
+}
+
+_LATENCY = "lenet_request_duration_seconds"
 
 _STAGE_BOUNDS = np.array(STAGE_BOUNDS_S)
 _STAGE_BINS = len(STAGE_BOUNDS_S) + 1
@@ -174,11 +185,15 @@ class Metrics(Collector):
         self._predictions: dict[tuple[Transport, ModelKey], _Predictions]
         self._predictions = defaultdict(_Predictions)
         self._loaded: dict[ModelKey, tuple[str, Callable[[], Load]]] = {}
+        self._exemplars: dict[Labels, list[Exemplar | None]] = {
+            (protocol,): [None] * (len(REQUEST_BOUNDS_S) + 1) for protocol in get_args(Transport)
+        }
+        """By protocol: the latest traced request in each bucket of its durations."""
         self._in_flight_bytes: Callable[[], int] = lambda: 0
         self._gauges["lenet_build_info"][distribution_version(),] = [1]
         self._gauges["lenet_workers"][()] = [1]
         self._requests.show(*((label,) for label in NO_MODEL), get_args(Transport), _ALERTED)
-        self._series["lenet_request_duration_seconds"].show(get_args(Transport))
+        self._series[_LATENCY].show(get_args(Transport))
         self._series["lenet_stage_duration_seconds"].show(get_args(Stage))
         self._series["lenet_device_losses"].show(get_args(LossReason))
         self._series["lenet_decoder_ends"].show(get_args(DecoderEnd))
@@ -195,6 +210,14 @@ class Metrics(Collector):
         predictions.times_s += times_s
         if len(predictions.times_s) >= _COUNTED_TOGETHER * _TIMES:
             predictions.count()
+
+    def traced(self, protocol: Transport, seconds: float, trace_id: str, ended_s: float) -> None:
+        """A predicted request has a trace, which OpenMetrics shows. Any thread may call it.
+
+        `ended_s`: when it ended, as `time.time()`.
+        """
+        exemplar = Exemplar({"trace_id": trace_id}, seconds, ended_s)
+        self._exemplars[protocol,][bisect_left(REQUEST_BOUNDS_S, seconds)] = exemplar
 
     def explained(self, seconds: float) -> None:
         """A request for an explanation was answered: seconds in all."""
@@ -332,7 +355,7 @@ class Metrics(Collector):
             self._gauges["lenet_last_prediction_timestamp_seconds"][model] = [time.time()]
             self._requests[*model, protocol, "ok"][0] += int(sum(total[:-1]))
             request = [sum(total[:first]), *total[first:]]
-            series["lenet_request_duration_seconds"].add_all(request, protocol)
+            series[_LATENCY].add_all(request, protocol)
             series["lenet_stage_seconds"].add(total[-1], *model, _TOTAL)
             for stage, values in zip(get_args(Stage), stages, strict=True):
                 series["lenet_stage_duration_seconds"].add_all(values, stage)
@@ -390,15 +413,27 @@ class Metrics(Collector):
             found[name, version].sized[int(rows)] = [count, *sizes_s[name, version, rows]]
         return found
 
-    async def exposition(self) -> bytes:
-        """All metrics in the Prometheus text format, of all workers where there are several."""
+    async def exposition(
+        self, media_type: str = PLAIN, coding: Callable[[bytes], bytes] = bytes
+    ) -> tuple[bytes, str]:
+        """All metrics, of all workers where there are several, and their Content-Type.
+
+        On a thread, which also applies `coding`.
+        """
+        generate, content_type = _EXPOSITIONS[media_type]
         self._take()
-        return await asyncio.to_thread(generate_latest, self._registry)
+        text = await asyncio.to_thread(lambda: coding(generate(self._registry)))
+        return text, content_type
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as of the last flush."""
         numbers = self._merged()
-        return (_metric(FAMILIES[name], numbers[name]) for name in FAMILIES if name in numbers)
+        exemplars = {_LATENCY: self._exemplars}
+        return (
+            _metric(family, numbers[name], exemplars.get(name, {}))
+            for name, family in FAMILIES.items()
+            if name in numbers
+        )
 
     def _merged(self) -> Numbers:
         """The numbers of all workers; of this one alone if the others' cannot be read."""
@@ -418,12 +453,18 @@ class Metrics(Collector):
         return own
 
 
-def _metric(family: Family, series: dict[Labels, list[float]]) -> Metric:
+def _metric(
+    family: Family,
+    series: dict[Labels, list[float]],
+    exemplars: Mapping[Labels, list[Exemplar | None]],
+) -> Metric:
     if family.kind == "histogram":
         histogram = core.HistogramMetricFamily(family.name, family.help_text, labels=family.labels)
         bounds = [f"{bound}" for bound in family.bounds] + ["+Inf"]
         for labels, (*counts, total) in series.items():
-            histogram.add_metric(labels, list(zip(bounds, accumulate(counts), strict=True)), total)
+            latest = exemplars.get(labels, [None] * len(bounds))
+            buckets: list[Any] = list(zip(bounds, accumulate(counts), latest, strict=True))
+            histogram.add_metric(labels, buckets, total)
         return histogram
     kind = core.CounterMetricFamily if family.kind == "counter" else core.GaugeMetricFamily
     metric = kind(family.name, family.help_text, labels=family.labels)

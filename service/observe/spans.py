@@ -38,6 +38,7 @@ from opentelemetry.trace import (
     Status,
     StatusCode,
     TraceFlags,
+    format_trace_id,
     get_current_span,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -71,6 +72,9 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _IDS = RandomIdGenerator()
 _PROPAGATOR = TraceContextTextMapPropagator()
 
+Traced = Callable[[Transport, float, str, float], None]
+"""Called with protocol, seconds, trace id and end of a prediction whose span was made."""
+
 Statuses = Mapping[Transport, Mapping[str, int | str]]
 """The status of each error's code and, by "", of an answer, by protocol."""
 
@@ -88,14 +92,19 @@ class _Exporter(trace_exporter.OTLPSpanExporter):
     """Makes the spans, each as a `span` of the service's resource. `scheme`: http or https."""
 
     def __init__(
-        self, url: str, span: partial[ReadableSpan], statuses: Statuses, scheme: str
+        self,
+        url: str,
+        span: partial[ReadableSpan],
+        statuses: Statuses,
+        scheme: str,
+        traced: Traced,
     ) -> None:
         session = requests.Session()
         session.stream = True  # the answer's body is not read: it might have no end
         session.trust_env = False  # ~/.netrc would replace the header Authorization
         session.proxies = requests.utils.get_environ_proxies(url)
         super().__init__(url, session=session)
-        self._span, self._statuses, self._scheme = span, statuses, scheme
+        self._span, self._statuses, self._scheme, self._traced = span, statuses, scheme, traced
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See `SpanExporter`."""
@@ -130,6 +139,9 @@ class _Exporter(trace_exporter.OTLPSpanExporter):
         times_s = ended.began_s, ended.ended_s, *ended.steps_s
         clock_ns = time.time_ns() - time.monotonic_ns()
         began_ns, ended_ns, *steps_ns = (int(1e9 * time_s) + clock_ns for time_s in times_s)
+        if ended.is_prediction:
+            seconds, trace_id = ended.ended_s - ended.began_s, format_trace_id(context.trace_id)
+            self._traced(ended.protocol, seconds, trace_id, ended_ns / 1e9)
         return self._span(
             name,
             context,
@@ -145,7 +157,7 @@ class _Exporter(trace_exporter.OTLPSpanExporter):
 
 @contextlib.contextmanager
 def exported(
-    url: str, version: str, statuses: Statuses, scheme: str
+    url: str, version: str, statuses: Statuses, scheme: str, traced: Traced
 ) -> Iterator[Callable[[Ended], None]]:
     """Takes requests whose spans are sent to the collector at `url`, at the latest at the end.
 
@@ -169,7 +181,7 @@ def exported(
     span = partial(ReadableSpan, resource=resource, instrumentation_scope=scope)
     queue = _number(OTEL_BSP_MAX_QUEUE_SIZE)
     processor = BatchSpanProcessor(
-        _Exporter(url, span, statuses, scheme),
+        _Exporter(url, span, statuses, scheme, traced),
         max_queue_size=queue,
         schedule_delay_millis=_number(OTEL_BSP_SCHEDULE_DELAY),
         max_export_batch_size=min(_number(OTEL_BSP_MAX_EXPORT_BATCH_SIZE), queue),

@@ -80,6 +80,8 @@ class Ended(NamedTuple):
     and encoding began."""
     batch: Attributes = ()
     """None if there was no batch, or several."""
+    is_prediction: bool = False
+    """Whether it was answered, and not with an explanation."""
 
 
 class Traces:

@@ -12,7 +12,9 @@ from service.errors import shown
 Invert: TypeAlias = Literal["auto", "true", "false"]
 Digits: TypeAlias = Literal["one", "several"]
 """How many digits each picture shows."""
-Doubt: TypeAlias = Literal["several_shapes", "not_a_digit"]
+Doubt: TypeAlias = Literal[
+    "several_shapes", "not_a_digit", "looks_inverted", "looks_wider", "looks_transposed"
+]
 """Why the answer for an image may mean nothing."""
 Between: TypeAlias = Callable[[int], None]
 """Called between two steps of decoding, with the pixels that the next one decodes, times the passes
@@ -25,7 +27,7 @@ PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _CONVERT = "; convert it to PNG or JPEG"
 _AS_BYTES = "; send its bytes as they are"
 _DECODED = "; decode it and send the bytes"
-_UNCOMPRESSED = "; send the body uncompressed"
+_UNCOMPRESSED = "; send the body uncompressed, or gzip with Content-Encoding: gzip"
 _ONE_ARRAY = "; save one array with np.save"
 _SIGNATURES = {
     PNG_MAGIC: ("image/png", "; send it with Content-Type: image/png"),
@@ -94,7 +96,7 @@ def recognise(content: bytes) -> tuple[str, str]:
     elif len(content) < _READ_BYTES and _FILE.fullmatch(text):
         advice = "; with curl: --data-binary @FILE"
     elif _NUMBERS.fullmatch(text):
-        advice = '; send numbers as JSON, {"images": [...]}'
+        advice = '; send numbers as JSON, {"images": [...]}, or as text/csv'
     return f"the text {shown(text)}", advice
 
 

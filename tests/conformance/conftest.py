@@ -131,7 +131,7 @@ class Opened:
         return sum(model.load()[0] for model in self.service.models.served)
 
     async def samples(self):
-        text = (await self.service.metrics.exposition()).decode()
+        text = (await self.service.metrics.exposition())[0].decode()
         return [one for family in text_string_to_metric_families(text) for one in family.samples]
 
     async def value(self, name, **labels):

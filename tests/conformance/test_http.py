@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import gzip
 import re
+import zlib
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +15,8 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 
 from service.assembly import open_service
 from service.server import _uvicorn as _uvicorn_of
@@ -34,7 +39,7 @@ class Opened:
 
     async def outcomes(self):
         """How many requests ended in each way."""
-        text = (await self.service.metrics.exposition()).decode()
+        text = (await self.service.metrics.exposition())[0].decode()
         found = re.findall(
             r'^lenet_requests_total\{.*outcome="(\w+)".*\} (\d+)', text, re.MULTILINE
         )
@@ -178,6 +183,77 @@ async def test_an_answer_has_its_body_its_version_and_its_times(open_door, path,
         assert await opened.outcomes() == ({} if path == "/explain" else {"ok": 2})
 
 
+IMAGES = orjson.dumps({"images": [[0] * 784]})
+TENSOR = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28]}
+TENSORS = [{**TENSOR, "parameters": {"binary_data_size": 784}}]
+HEADED = orjson.dumps({"id": "a", "inputs": TENSORS})
+BODIES = {
+    "bytes": ("/predict", ONE, BYTES),
+    "JSON": ("/predict", IMAGES, {"Content-Type": "application/json"}),
+    "much JSON": ("/predict", IMAGES + b" " * 300_000, {"Content-Type": "application/json"}),
+    "explanation": ("/explain", ONE, BYTES),
+    "tensor": (INFER, HEADED + ONE, {"Inference-Header-Content-Length": str(len(HEADED))}),
+    "numbers": (INFER, orjson.dumps({"id": "a", "inputs": [{**TENSOR, "data": [0] * 784}]}), {}),
+    "instances": (TENSORFLOW, orjson.dumps({"instances": [[0] * 784]}), {}),
+    "invocation": ("/invocations", ONE, BYTES),
+}
+
+
+def without_times(response):
+    document = response.json()
+    document.pop("parameters", None)
+    return document
+
+
+@pytest.mark.parametrize(("path", "body", "headers"), BODIES.values(), ids=BODIES)
+async def test_a_compressed_body_is_answered_as_it_is_without_compression(
+    open_door, path, body, headers
+):
+    async with open_door() as opened:
+        plain = await opened.client.post(path, content=body, headers=headers)
+        assert plain.status_code == 200, plain.text
+        for coding, pack in (("GZip", gzip.compress), ("deflate", zlib.compress)):
+            packed, coded = pack(body), {**headers, "Content-Encoding": coding}
+            for content in (packed, slowly(packed[:20], packed[20:])):
+                response = await opened.client.post(path, content=content, headers=coded)
+                assert response.status_code == 200, response.text
+                assert without_times(response) == without_times(plain)
+
+
+@pytest.mark.parametrize("rows", [100, 1000])
+@pytest.mark.parametrize("path", ["/predict", INFER, TENSORFLOW, "/invocations"])
+async def test_a_long_answer_is_compressed_where_the_client_takes_gzip(open_door, path, rows):
+    kind, body = BYTES, rows * ONE
+    if path in (INFER, TENSORFLOW):
+        tensor = {**TENSOR, "shape": [rows, 28, 28], "data": [0] * 784 * rows}
+        image = {"b64": base64.b64encode(ONE).decode()}
+        document = {"inputs": [tensor]} if path == INFER else {"instances": rows * [image]}
+        kind, body = {}, orjson.dumps(document)
+    async with open_door() as opened:
+        answers = {}
+        for taken in ("identity", "gzip;q=0", "gzip"):
+            headers = {**kind, "Accept-Encoding": taken}
+            response = await opened.client.post(path, content=body, headers=headers)
+            assert response.status_code == 200, response.text
+            coded = response.headers.get("content-encoding")
+            assert coded == ("gzip" if taken == "gzip" else None)
+            assert response.headers.get("vary") == (coded and "accept-encoding")
+            assert int(response.headers["content-length"]) == response.num_bytes_downloaded
+            answers[taken] = without_times(response)
+            answers[taken].pop("id", None)
+        assert answers["gzip"] == answers["gzip;q=0"] == answers["identity"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"Accept": RAW}])
+async def test_a_short_answer_and_bytes_are_not_compressed(open_door, headers):
+    async with open_door() as opened:
+        headers = {**BYTES, **headers, "Accept-Encoding": "gzip"}
+        rows = 1000 if "Accept" in headers else 20
+        response = await opened.client.post("/predict", content=rows * ONE, headers=headers)
+        assert response.status_code == 200
+        assert "content-encoding" not in response.headers
+
+
 async def test_large_bodies_and_large_answers_are_whole(open_door):
     rows = 1000
     images = (bytes(range(256)) * rows * 4)[: 784 * rows]
@@ -185,7 +261,8 @@ async def test_large_bodies_and_large_answers_are_whole(open_door):
     async with open_door(max_batch_rows=64) as opened:
         answers = []
         for content in (images, slowly(*pieces)):
-            response = await opened.client.post("/predict", content=content, headers=BYTES)
+            headers = {**BYTES, "Accept-Encoding": "identity"}
+            response = await opened.client.post("/predict", content=content, headers=headers)
             assert response.status_code == 200
             assert int(response.headers["content-length"]) == len(response.content)
             answers.append(response.json()["predictions"])
@@ -218,12 +295,24 @@ SAME = {
         *("POST", "/predict/", {**BYTES, "Authorization": f"Bearer {KEY}"}),
         *(ONE, 200),
     ),
-    "slashes without a key": ("GET", "/info/", {}, b"", 401),
+    "slashes within": (
+        *("POST", f"/{INFER.replace('/', '///')}", {"Authorization": f"Bearer {KEY}"}),
+        *(b"{}", 400),
+    ),
+    "slashes of an open path": ("GET", "//v2//health/ready", {}, b"", 200),
+    "slashes without a key": ("GET", "//metrics//", {}, b"", 401),
+    "slashes that are escaped": ("GET", "/%2Fmetrics", {}, b"", 401),
+    "slashes below an open path": ("GET", "/page//..//metrics", {}, b"", 404),
     "document": ("GET", "/openapi.json", {}, b"", 200),
     "metadata": ("GET", "/v2/models/tiny", {"Authorization": f"Bearer {KEY}"}, b"", 200),
     "no key": ("POST", "/predict", BYTES, ONE, 401),
     "no key of v2": ("POST", INFER, {}, ONE, 401),
     "a wrong key": ("GET", "/info", {"Authorization": "Bearer x"}, b"", 401),
+    "a key in another header": ("GET", "/info", {"X-API-Key": KEY}, b"", 200),
+    "an administrator's in another header": (
+        *("POST", "/v2/repository/index", {"X-API-Key": ADMIN}),
+        *(b"", 200),
+    ),
     "a key that may not": (
         "POST",
         "/v2/repository/index",
@@ -244,7 +333,10 @@ WRONG = {
     "choice": ("/predict?digits=two", {}, ONE, 400),
     "parameters": ("/predict?" + "&" * 100, {}, ONE, 400),
     "timeout": ("/predict", {"X-Request-Timeout-Ms": "0"}, ONE, 400),
-    "coding": ("/predict", {"Content-Encoding": "gzip"}, ONE, 415),
+    "coding": ("/predict", {"Content-Encoding": "br"}, ONE, 415),
+    "not compressed": ("/predict", {"Content-Encoding": "gzip"}, ONE, 400),
+    "bomb": ("/predict", {"Content-Encoding": "gzip"}, gzip.compress(bytes(784 * 14)), 413),
+    "compressed images": ("/predict", {"Content-Encoding": "gzip"}, gzip.compress(5 * ONE), 413),
     "type": ("/predict", {"Content-Type": "text/plain"}, ONE, 415),
     "length": ("/predict", {}, ONE[1:], 400),
     "nothing": ("/predict", {}, b"", 400),
@@ -287,7 +379,8 @@ async def test_status_headers_and_words_are_the_same_by_every_door(
     answers = {}
     async with open_doors(*DOORS, api_keys=KEY, admin_keys=ADMIN, **settings) as opened:
         for door, one in opened.items():
-            response = await one.client.request(method, path, content=body, headers=headers)
+            url = str(one.client.base_url) + path  # else "//metrics" is a host
+            response = await one.client.request(method, url, content=body, headers=headers)
             kept = {name: text for name, text in response.headers.items() if name not in OWN}
             answers[door] = response.status_code, kept, response.content
     assert answers["HTTP/1.1"][0] == status
@@ -297,9 +390,10 @@ async def test_status_headers_and_words_are_the_same_by_every_door(
 
 async def test_a_header_that_may_be_given_once_is_refused_when_it_is_given_twice(open_door):
     async with open_door() as opened:
-        response = await opened.client.get("/info", headers=[("Authorization", "Bearer x")] * 2)
-        words = "authorization: got 2 fields, expected at most one"
-        assert error(response) == (400, "invalid_input", words)
+        for name in ("authorization", "x-api-key"):
+            response = await opened.client.get("/info", headers=[(name, "Bearer x")] * 2)
+            words = f"{name}: got 2 fields, expected at most one"
+            assert error(response) == (400, "invalid_input", words)
 
 
 def refused_head(response, status, words):
@@ -350,6 +444,50 @@ async def test_a_body_longer_than_its_length_is_refused(open_door, pieces):
         response = await opened.client.post("/predict", content=slowly(*pieces), headers=headers)
         words = "body: got more, expected 783 bytes, the announced length"
         assert error(response) == (400, "invalid_input", words)
+
+
+# Metrics
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8", text_string_to_metric_families
+OPEN_METRICS = (
+    "application/openmetrics-text; version=1.0.0; charset=utf-8",
+    openmetrics.text_string_to_metric_families,
+)
+OPEN = "application/openmetrics-text"
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        ("*/*", TEXT),
+        ("text/plain", TEXT),
+        (f"{OPEN};q=0.1, text/plain;q=0.2", TEXT),
+        (OPEN, OPEN_METRICS),
+        # Prometheus 2.42 and 3.5
+        (
+            f"{OPEN};version=1.0.0,{OPEN};version=0.0.1;q=0.75,text/plain;q=0.5,*/*;q=0.1",
+            OPEN_METRICS,
+        ),
+        (
+            f"{OPEN};version=1.0.0;escaping=allow-utf-8;q=0.6,{OPEN};version=0.0.1;q=0.5,"
+            "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+            OPEN_METRICS,
+        ),
+    ],
+)
+async def test_metrics_are_exposed_as_their_reader_prefers(open_door, accept, expected):
+    content_type, families = expected
+    async with open_door() as opened:
+        await opened.client.post("/predict", content=2 * ONE, headers=BYTES)
+        for coding in ("gzip", "identity"):
+            headers = {"Accept": accept, "Accept-Encoding": coding}
+            response = await opened.client.get("/metrics", headers=headers)
+            assert response.headers["content-type"] == content_type
+            assert response.headers["vary"] == "Accept, Accept-Encoding"
+            assert response.headers.get("content-encoding", "identity") == coding
+            samples = [one for family in families(response.text) for one in family.samples]
+            (images,) = [one for one in samples if one.name == "lenet_images_total"]
+            assert images.value == 2
 
 
 # Limits

@@ -28,6 +28,10 @@ def bearer(key):
     return {"authorization": f"Bearer {key}"}
 
 
+def in_both(key, other):
+    return {**bearer(key), "x-api-key": other}
+
+
 @pytest.fixture
 def expected(tiny, random_weights):
     """`expected(images, seed=0)`: what NumPy says to them with the weights drawn from `seed`."""
@@ -162,17 +166,22 @@ async def test_a_body_of_unknown_length_in_one_piece_has_the_limit_too(opened, d
 
 async def test_a_key_is_needed_where_there_are_keys(opened, door, device):
     async with opened(api_keys=f"{KEY},{OTHER}") as service:
-        for wrong in ({}, bearer(KEY[:-1]), bearer("wrong"), {"authorization": f"Basic {KEY}"}):
+        wrongs = [{}, bearer(KEY[:-1]), bearer("wrong"), {"authorization": f"Basic {KEY}"}]
+        wrongs += [{"x-api-key": key} for key in ("", KEY[:-1], f"Bearer {KEY}")]
+        wrongs += [in_both(KEY, OTHER), in_both(KEY, ""), in_both("wrong", KEY)]
+        for wrong in wrongs:
+            field = "x-api-key" if [*wrong] == ["x-api-key"] else "authorization"
             outcome = await service.ask(Ask(headers=wrong))
-            door.assert_refused(
-                outcome, "unauthorized", "authorization: got ", field="authorization"
-            )
+            words = ", expected 'Authorization: Bearer KEY' or 'X-API-Key: KEY' with one of "
+            door.assert_refused(outcome, "unauthorized", words, field=field)
+            assert outcome.message.startswith(f"{field}: got ")
             assert outcome.status == door.status("unauthorized")
             assert KEY not in outcome.message
         assert device.rows == 0
-        for right in (KEY, OTHER):
-            assert (await service.ask(Ask(headers=bearer(right)))).version == "3"
-        await service.assert_counted(unauthorized=4, ok=2)
+        rights = [bearer(KEY), bearer(OTHER), {"x-api-key": OTHER}, in_both(KEY, KEY)]
+        for right in rights:
+            assert (await service.ask(Ask(headers=right))).version == "3"
+        await service.assert_counted(unauthorized=len(wrongs), ok=len(rights))
 
 
 @pytest.mark.states(

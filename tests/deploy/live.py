@@ -156,7 +156,7 @@ def bad_requests(service: Service) -> None:
     assert _post(service, IMAGE, "/predict?model=none") == 404
     assert _post(service, _stalled(), X_Request_Timeout_Ms="100") == 408
     assert _post(service, bytes(100_001)) == 413
-    assert _post(service, IMAGE, Content_Type="text/csv") == 415
+    assert _post(service, IMAGE, Content_Type="text/html") == 415
 
 
 def lose_devices(service: Service) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -166,7 +167,7 @@ FLOODS = {
     ),
     # Refused by its name: nothing is moved.
     "a coding": Flood(
-        *(request(b"", b"Content-Encoding: gzip", length=10 * MIB), bytes(MIB), 415, 10 * MIB)
+        *(request(b"", b"Content-Encoding: br", length=10 * MIB), bytes(MIB), 415, 10 * MIB)
     ),
 }
 
@@ -177,6 +178,13 @@ async def tiny_chunks(known):
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in images.tobytes()) + b"0\r\n\r\n"
     async with await known.connect() as connection:
         known.judge(rows, await connection.ask(chunked(pieces, ACCEPT)))
+
+
+async def compressed_bombs(known, count=20):
+    """Each is 1 GiB decompressed."""
+    bomb = request(gzip.compress(bytes(1 << 30), 1), b"Content-Encoding: gzip", kind=JSON)
+    for _ in range(count):
+        await _refused(known, 413, bomb)
 
 
 # Many requests on a connection
@@ -415,6 +423,7 @@ ATTACKS = {
         for name, flood in FLOODS.items()
     },
     "tiny chunks": Attack(tiny_chunks, {}, 8 * MIB),
+    "compressed bombs": Attack(compressed_bombs, {"http too_large": 20}, 60_000_000, 8),
     "pipelined megabytes": Attack(pipelined, {}),
     "scrapes": Attack(scrapes, {}),
     "a hundred slow clients": Attack(crowd, {"http body_timeout": 50}),

@@ -1,23 +1,30 @@
-"""JSON, raw pixels, npy and multipart bodies, each beside a slow and plain reading of its own."""
+"""JSON, raw pixels, npy, CSV and multipart bodies, each beside a slow and plain reading."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import csv
+import gzip
 import io
 import json
 import random
 import re
 import warnings
+import zlib
 from email.parser import BytesParser
 from typing import Any
 
 import numpy as np
 import orjson
 
+import service.pictures.picture  # noqa: F401 a picture in a body imports it: no input's memory
 from lenet.pixels import Images
 from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
 from service.forms.body import decode
-from service.forms.reader import Limits
+from service.forms.compressed import CompressedForm
+from service.forms.prediction import ImageForm
+from service.forms.reader import OCTETS, Limits
 from service.pictures.headers import sniff
 from tests.fuzz import samples
 from tests.fuzz.target import (
@@ -85,9 +92,7 @@ class OctetsTarget(Target):
     """`application/octet-stream`, also inverted."""
 
     def run(self, data: bytes) -> None:
-        count, rest = divmod(len(data), 784)
-        valid = not rest and 1 <= count <= MAX_IMAGES
-        pixels = np.frombuffer(data, np.uint8).reshape(-1, 28, 28) if valid else None
+        pixels = reshaped(data)
         for invert in ("auto", "true", "false"):
             found = decoded(data, "application/octet-stream", invert=invert)
             expected = pixels if pixels is None or invert != "true" else 255 - pixels
@@ -99,6 +104,56 @@ class OctetsTarget(Target):
         data = data or b"\0"
         times = min(rng.choice((1, 2, 784)), 1 + self.max_bytes // len(data))
         return data * times + bytes(rng.choice((0, 0, 1, 783, 784)))
+
+
+class CompressedTarget(Target):
+    """Raw pixels with Content-Encoding: gzip, beside Python's own reading of gzip."""
+
+    _form = CompressedForm(ImageForm.of(OCTETS, "auto", "one", LIMITS), "gzip", 784 * MAX_IMAGES)
+
+    def run(self, data: bytes) -> None:
+        try:
+            found: Images | ServiceError = self._form.decode(data, lambda _: None).images
+        except (InvalidInput, TooLarge) as exc:
+            check_error(exc)
+            found = exc
+        plain = decompressed(data, 784 * MAX_IMAGES)
+        compare(found, None if plain is None else reshaped(plain))
+        now = None
+        with contextlib.suppress(InvalidInput, TooLarge):
+            now = self._form.decode_now(data)
+        if now is not None:
+            compare(now.images, reshaped(plain or b""))
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        plain = decompressed(data, 784 * MAX_IMAGES)
+        if plain is None or rng.random() < 0.7:
+            return mutate(data)
+        return gzip.compress(mutate(plain), rng.choice((0, 1, 9)), mtime=0)
+
+
+def decompressed(data: bytes, most: int) -> bytes | None:
+    """The content of a gzip file of one part, None of any other or of more than `most` bytes."""
+    decompressor = zlib.decompressobj(31)
+    try:
+        plain = decompressor.decompress(data, most + 1)
+        is_whole = decompressor.eof and not decompressor.unused_data and len(plain) <= most
+        if not is_whole:
+            return None
+        read = gzip.GzipFile(fileobj=io.BytesIO(data)).read()
+    except (OSError, EOFError, zlib.error):
+        return None
+    if read != plain:
+        raise Finding("gzip and zlib read other bytes")
+    return plain
+
+
+def reshaped(pixels: bytes) -> Images | None:
+    """The images of raw pixels; None if they are refused."""
+    count, rest = divmod(len(pixels), 784)
+    if rest or not 1 <= count <= MAX_IMAGES:
+        return None
+    return np.frombuffer(pixels, np.uint8).reshape(-1, 28, 28)
 
 
 class JsonTarget(Target):
@@ -272,6 +327,77 @@ def _npy_reference(body: bytes) -> np.ndarray[Any, Any] | None:
         except Exception:  # noqa: BLE001 - numpy evaluates the header, and raises what it likes
             return None
     return array if isinstance(array, np.ndarray) else None
+
+
+class CsvTarget(Target):
+    """`text/csv` beside the package csv and `float`."""
+
+    def run(self, data: bytes) -> None:
+        compare(decoded(data, "text/csv"), _csv_reference(data))
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.2:
+            return mutate(data)
+        lines = data.split(b"\n")
+        if rng.random() < 0.3:
+            return b"\n".join(mutate_list(lines, rng, mutate))
+        at = rng.randrange(len(lines))
+        cells = lines[at].split(b",")
+        cells[rng.randrange(len(cells))] = pick(rng, samples.CSV_TOKENS)
+        if rng.random() < 0.3:
+            cells = mutate_list(cells, rng, lambda _: pick(rng, samples.CSV_TOKENS))
+        lines[at] = b",".join(cells)
+        return b"\n".join(lines)
+
+
+def _csv_reference(body: bytes) -> Images | None:
+    text = body.removeprefix(b"\xef\xbb\xbf").rstrip().decode("latin-1")
+    lines = text.split("\n")
+    columns = lines[0].count(",") + 1
+    if columns not in (784, 785):
+        return None
+    names = [name.strip(' "\r') for name in lines[0].split(",")]
+    is_header = names[-1] in ("783", "784") or not (_is_value(names[1]) or _is_value(names[-1]))
+    if is_header:
+        if columns == 785 and names[0].lower() not in ("label", ""):
+            return None
+        lines = lines[1:]
+    try:
+        rows = list(csv.reader(io.StringIO("\n".join(lines), newline="")))
+    except csv.Error:  # a carriage return in a line
+        return None
+    if len(rows) != len(lines) or any(len(row) != columns for row in rows):
+        return None
+    values = [[_csv_number(cell) for cell in row] for row in rows]
+    if not 1 <= len(values) <= MAX_IMAGES or any(None in row for row in values):
+        return None
+    array = np.array(values, np.float64)
+    is_whole = re.fullmatch(r'[0-9, \t\r\n"]*', "\n".join(lines))
+    if is_whole and (array >= 2**63).any():
+        return None
+    pixels = array[:, -784:]
+    if not ((pixels >= 0) & (pixels <= 255) & (pixels == np.floor(pixels))).all():
+        return None
+    if not is_whole and (pixels.max(axis=1) == 1).any():  # fractions of 255
+        return None
+    return pixels.astype(np.uint8).reshape(-1, 28, 28)
+
+
+def _is_value(name: str) -> bool:
+    try:
+        float(name.encode("latin-1") or 0)
+    except ValueError:
+        return False
+    return True
+
+
+def _csv_number(cell: str) -> float | None:
+    """The number in a cell, which `float` reads in more alphabets, and with underscores."""
+    text = cell.strip()
+    try:
+        return float(text) if text.isascii() and "_" not in text else None
+    except ValueError:
+        return None
 
 
 class MultipartTarget(Target):

@@ -19,11 +19,12 @@ from typing import Literal, cast
 import numpy as np
 from PIL import Image
 
+from service.forms.compressed import CompressedForm
 from service.forms.form import Form
 from service.forms.oip_json import OipJsonForm
 from service.forms.oip_proto import OipProtoForm
 from service.forms.prediction import ImageForm
-from service.forms.reader import Limits
+from service.forms.reader import OCTETS, Limits
 from service.forms.tensorflow import TensorflowForm
 from tests.fuzz import http2, samples
 from tests.fuzz.connection import ConnectionTarget
@@ -132,8 +133,10 @@ def parsers(stack: ExitStack) -> dict[str, Search]:
 
     found["multipart"] = Search(multipart, parts, PROCESS_US)
     forms: dict[str, Form] = {
+        "compressed": CompressedForm(_form(OCTETS), "gzip", 1 << 20),
         "json": _form("application/json"),
         "npy": _form("application/x-npy"),
+        "csv": _form("text/csv"),
         "infer": OipJsonForm(None, _LIMITS),
         "tensorflow": TensorflowForm(_LIMITS),
         "grpc": OipProtoForm(_LIMITS),
@@ -237,6 +240,7 @@ _SLOW: dict[str, Callable[[], list[bytes]]] = {
     "connection": _heads,
     "http2": _blocks,
     "grpc": lambda: [b"\x2a\0" * 1020, b"\xf8\x01\x80\0" * 1020],
+    "csv": lambda: [(b"1e-300," * 783 + b"0\n") * 8, b"0," * 783 + b"0" * 60_000, b"\n" * 60_000],
     "json": lambda: [b'{"images":[' + b"[]," * 30_000 + b"0]}", b"[" * 90_000],
     "infer": lambda: [b'{"inputs":[' + b"{}," * 30_000 + b"0]}", b"[" * 90_000],
     "tensorflow": lambda: [b'{"instances":[' + b"[]," * 30_000 + b"0]}"],

@@ -14,9 +14,10 @@ import httptools
 from lenet.explanation import Change
 from service.api.explain import explain_route, options
 from service.api.paths import POLICY, image_routes
-from service.api.routes import prefers
+from service.api.routes import prefers, takes_gzip
 from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
 from service.forms.body import ACCEPTED
+from service.forms.compressed import CompressedForm
 from service.forms.reader import Limits
 from service.request import Requests, Wanted
 from tests.fuzz.bodies import check_error
@@ -154,8 +155,13 @@ class HeadTarget(Target):
         kind = named.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in (*ACCEPTED, "image/jpg"):
             raise Finding(f"accepted content type {kind!r}")
-        if named.get("content-encoding", "identity").lower() != "identity":
-            raise Finding("accepted a compressed body")
+        form, coding = wanted.form, named.get("content-encoding", "identity").lower()
+        if coding not in ("identity", "gzip", "deflate"):
+            raise Finding(f"accepted a body of coding {coding!r}")
+        packs = takes_gzip(named.get("accept-encoding", ""))
+        if isinstance(form, CompressedForm) != (packs or coding != "identity"):
+            raise Finding(f"{form} for coding {coding!r}")
+        form = getattr(form, "form", form)
         if (wanted.length or 0) > MAX_BODY_BYTES:
             raise Finding(f"accepted a body of {wanted.length}")
         text = named.get("x-request-timeout-ms")
@@ -167,13 +173,13 @@ class HeadTarget(Target):
         if wanted.timeout_s != expected_s:
             raise Finding(f"a timeout of {wanted.timeout_s} for {text!r}")
         plain = plain_preference(named.get("accept", ""))
-        if plain is not None and wanted.form.binary != plain:
-            raise Finding(f"binary is {wanted.form.binary} for Accept: {named['accept']!r}")
+        if plain is not None and form.binary != plain:
+            raise Finding(f"binary is {form.binary} for Accept: {named['accept']!r}")
         query = dict(_plain_query(head.query))
         for name in ("model", "version"):
             if getattr(wanted, name) != query.get(name, ""):
                 raise Finding(f"{name} is {getattr(wanted, name)!r} of {head.query!r}")
-        if prefers("application/octet-stream", named.get("accept", "")) != wanted.form.binary:
+        if prefers("application/octet-stream", named.get("accept", "")) != form.binary:
             raise Finding("Accept is read in two ways")
         if head.path == b"/explain":
             try:
@@ -307,7 +313,7 @@ _LINES = (
     *(b"Host: a", b"Host: b:1", b"Host: [::1]", b"Host: \xff", b"Content-Length: 784", b"X: 1"),
     *(b"Content-Length: 10001", b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip"),
     *(b"Content-Type: application/octet-stream", b"Content-Type: application/json", b"Accept: */*"),
-    *(b"Content-Type: IMAGE/PNG; a=b", b"Content-Encoding: gzip", b"Content-Encoding: identity"),
+    *(b"Content-Type: IMAGE/PNG; a=b", b"Content-Encoding: gzip", b"Accept-Encoding: gzip;q=0.5"),
     *(b"Accept: application/octet-stream;q=0.9, application/json;q=0.1", b"Expect: 100-continue"),
     *(b"X-Request-Timeout-Ms: 50", b"x-request-timeout-ms: 0", b"Connection: close, x"),
     *(b"Connection: keep-alive", b"Connection: upgrade", b"Upgrade: x", b"Accept: "),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import zlib
 from typing import Any
@@ -36,6 +37,43 @@ def npy(array: np.ndarray[Any, Any], version: tuple[int, int] | None = None) -> 
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, version=version, allow_pickle=False)
     return buffer.getvalue()
+
+
+# CSV
+
+CSV_TOKENS = (
+    *(
+        b"0",
+        b"1",
+        b"255",
+        b"256",
+        b"-1",
+        b"-0",
+        b"+5",
+        b"007",
+        b"1.0",
+        b"0.5",
+        b".5",
+        b"5.",
+        b"1e2",
+    ),
+    *(
+        b"1_0",
+        b"nan",
+        b"inf",
+        b"-Infinity",
+        b"0x1",
+        b"",
+        b" 7 ",
+        b"7 7",
+        b'"7"',
+        b'"7',
+        b'7"',
+        b'""',
+    ),
+    *(b'"7"8', b'"7,8"', b"label", b"pixel0", b"783", b"9" * 20, b"1e400", b"\xa07", b"\0", b"\r"),
+    *(b"\n", b"\r\n", b";", b"#", b"\xef\xbb\xbf", b"\xd9\xa3"),
+)
 
 
 # Pictures
@@ -80,6 +118,8 @@ def sniffed(content: bytes) -> str:
     ):
         if content.startswith(start):
             return kind
+    if re.match(rb'(\xef\xbb\xbf)?[\w."+-]{0,40},[\w."+-]{1,40},', content):
+        return "text/csv"
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
         return "image/webp"
     if content[4:12] in (b"ftypavif", b"ftypavis"):

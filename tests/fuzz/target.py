@@ -77,6 +77,7 @@ MODULES = MappingProxyType(
         "json": ("bodies", "JsonTarget", ("service.forms.pixel_json",)),
         "octets": ("bodies", "OctetsTarget", ("service.forms",)),
         "npy": ("bodies", "NpyTarget", ("service.forms",)),
+        "csv": ("bodies", "CsvTarget", ("service.forms",)),
         "multipart": ("bodies", "MultipartTarget", ("service.forms", "python_multipart")),
         "png": ("pictures", "PngTarget", (*_PICTURE, "PIL.PngImagePlugin")),
         "jpeg": ("pictures", "JpegTarget", (*_PICTURE, "PIL.JpegImagePlugin")),
@@ -107,6 +108,10 @@ MODULES = MappingProxyType(
             "infer",
             "InferBodyTarget",
             ("service.forms.oip_json", "service.forms.tensors"),
+        ),
+        "compressed": (
+            *("bodies", "CompressedTarget"),
+            ("service.forms.compressed", "wire.inflate"),
         ),
         "weights": ("files", "WeightsTarget", ("lenet.weightfile", "lenet.model")),
         "idx": ("files", "IdxTarget", ("trainer.mnist",)),

@@ -143,6 +143,12 @@ def npy(array):
     return file.getvalue()
 
 
+def csv(images):
+    file = io.StringIO()
+    np.savetxt(file, images.reshape(len(images), -1), "%d", ",")
+    return file.getvalue()
+
+
 def instances(rows, **more):
     return json.dumps({"instances": rows, **more})
 
@@ -165,6 +171,7 @@ OF_PICTURES = {
 OF_IMAGES = {
     "SageMaker, JSON": ("/invocations", JSON, lambda part: instances(part.tolist())),
     "SageMaker, npy": ("/invocations", "application/x-npy", npy),
+    "SageMaker, CSV": ("/invocations", "text/csv", csv),
     "Vertex AI": (VERTEX, JSON, lambda part: instances(part.tolist(), parameters={})),
     "Vertex AI, ToTensor": (
         *(VERTEX, JSON),

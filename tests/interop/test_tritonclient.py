@@ -119,6 +119,11 @@ for name, kind, address in (("http", http, http_address), ("grpc", rpc, rpc_addr
         else:
             seen["all"]["http json"] = read(
                 [client.infer(**request(kind, part, binary=False)) for part in parts()])
+            for coding in ("gzip", "deflate"):
+                coded = {f"{one}_compression_algorithm": coding for one in ("request", "response")}
+                seen["all"]["http " + coding] = read(
+                    [client.infer(**request(kind, part, binary=False), **coded)
+                     for part in parts()])
 
 async def aio():
     async with http_aio.InferenceServerClient(http_address) as client:
@@ -154,7 +159,7 @@ def talk(images, folder):
     return json.loads(done.stdout)
 
 
-WAYS = {"http", "http json", "http aio", "http aio json"}
+WAYS = {"http", "http json", "http aio", "http aio json", "http gzip", "http deflate"}
 WAYS |= {"grpc", "grpc aio", "grpc stream", "grpc aio stream"}
 
 

@@ -43,7 +43,7 @@ ROUTES = [
     ("POST", "/invocations", SEVEN, BYTES),
     *(
         route
-        for model in ("/models/lenet", "/models/lenet/versions/1")
+        for model in ("/models/lenet", "/models/lenet/versions/1", "/models/lenet/labels/1")
         for route in (
             *(
                 ("GET", f"/v2{model}{rest}", None, {})
@@ -54,6 +54,7 @@ ROUTES = [
             ("GET", f"/v1{model}/metadata", None, {}),
             ("POST", f"/v1{model}:predict", TENSORFLOW, {}),
         )
+        if "labels" not in model or route[1].startswith("/v1")
     ),
 ]
 REPOSITORY = [
@@ -136,7 +137,7 @@ def bearer(key):
     return {"Authorization": f"Bearer {key}"}
 
 
-def call(service, name, request, key=None, credentials=None):
+def call(service, name, request, key=None, credentials=None, **metadata):
     """How a call ends: the name of its status."""
     address = f"localhost:{service.grpc_port}"
     channel = (
@@ -144,12 +145,12 @@ def call(service, name, request, key=None, credentials=None):
         if credentials is None
         else grpc.secure_channel(address, credentials)
     )
-    metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+    metadata |= {} if key is None else {"authorization": f"Bearer {key}"}
     path = name if name.startswith("/") else f"/inference.GRPCInferenceService/{name}"
     with channel:
         try:
             channel.unary_unary(path)(
-                request.SerializeToString(), timeout=PATIENCE_S, metadata=metadata
+                request.SerializeToString(), timeout=PATIENCE_S, metadata=tuple(metadata.items())
             )
         except grpc.RpcError as exc:
             return exc.code().name
@@ -204,6 +205,8 @@ def test_every_request_needs_a_key_but_those_for_health_and_pages(start, by):
     assert call(service, reflection, LIST, KEY) == "OK"
     for name in ("ServerLive", "ServerReady", "/grpc.health.v1.Health/Check"):
         assert call(service, name, pb.ServerLiveRequest()) == "OK"
+    index = ADMIN_CALLS["RepositoryIndex"]
+    assert call(service, "RepositoryIndex", index, **{"x-api-key": ADMIN}) == "OK"
     for authorization in (b"Bearer " + KEY.encode() + b"\xff", b"\xff"):
         with grpc_call(service.grpc_port, authorization=authorization) as connection:
             assert connection.recv(1000)

@@ -245,9 +245,10 @@ GOT_LARGE = "'768000 bytes, \\x00\\x01'"
 FULL = f"'{MOST} bytes, \\x00\\x00'"
 BOMB = message(zlib.compress(bytes(100 * MOST), 9), 1)
 SECOND = "only INVALID_ARGUMENT a second message"
-NOT_COMPRESSED = "only INVALID_ARGUMENT message: not compressed as grpc-encoding says"
-BEHIND = "only INVALID_ARGUMENT message: bytes behind its compressed end"
-CUT = "only INVALID_ARGUMENT message: its compressed bytes end too early"
+SAYS = "compressed as grpc-encoding says"
+NOT_COMPRESSED = f"only INVALID_ARGUMENT message: not {SAYS}"
+BEHIND = f"only INVALID_ARGUMENT message: {SAYS}, but bytes follow its end"
+CUT = f"only INVALID_ARGUMENT message: {SAYS}, but it ends too early"
 
 
 def early(missing):

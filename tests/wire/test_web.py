@@ -157,7 +157,8 @@ def test_a_call_needs_a_key_unless_its_method_is_open(kind):
     keys = Keys([KEY])
     body = framed(kind, b"a")
     without = Page(unary(bytes.upper), kind, keys=keys).post(body).got
-    text = "authorization: got none, expected 'Bearer KEY' with one of the service's keys"
+    text = "authorization: got none, expected 'Authorization: Bearer KEY' or 'X-API-Key: KEY' "
+    text += "with one of the service's keys"
     assert without == error(kind, 16, "401 unauthenticated", text)
     with_key = Page(unary(bytes.upper), kind, f"authorization: Bearer {KEY}", keys=keys)
     assert with_key.post(body).got == ["A", "OK"]
@@ -170,7 +171,7 @@ def test_a_page_of_another_origin_may_ask():
     lines = ["OPTIONS /a.B/C HTTP/1.1", "host: a", "access-control-request-method: POST", "\r\n"]
     status, headers, _ = page.send("\r\n".join(lines).encode()).answer
     sent = {"connect-protocol-version", "connect-timeout-ms", "content-type", "grpc-timeout"}
-    sent |= {"authorization", "x-grpc-web", "x-user-agent"}
+    sent |= {"authorization", "x-api-key", "x-grpc-web", "x-user-agent"}
     assert status == 200
     assert sent <= set(headers["access-control-allow-headers"].split(", "))
 

@@ -340,7 +340,7 @@ function compareNothing() {
   rest("agree");
 }
 
-/** Send the drawing as a picture: the service has warnings for pictures alone. */
+/** Send the drawing as a picture: some warnings are for pictures alone. */
 const doubt = newest(async () => {
   if (pixels.length || !images.length) return;
   warnings = []; // Those of an earlier drawing, also if this request fails.

@@ -114,7 +114,7 @@ function show(info) {
   const sizes = buckets(oldest, newest, "lenet_batch_rows");
   bars($("sizes"), sizes.map(([, own]) => own), sizes.map(([bound], i) => [i, bound === Infinity ? "more" : String(bound)]).filter((_, i) => i % 2 === 0));
   const batches = risen(oldest, newest, "lenet_batches_total"), rows = risen(oldest, newest, "lenet_images_total");
-  say("sizes-note", batches ? `${count(batches)} batches in the last minute, ${count(rows / batches)} images each.` : "No batch in the last minute.");
+  say("sizes-note", batches ? `${count(batches)} batches in the last minute, ${count(rows / batches)} images each.` : "No batch in the last minute. The charts begin when this view is opened.");
 
   $("loaded").replaceChildren(...info.models.map((one) => {
     const labels = { model: one.name, version: one.version };
@@ -127,6 +127,6 @@ function show(info) {
 }
 
 function spoken(text, half, most) {
-  if (half === undefined) return "No prediction in the last minute.";
+  if (half === undefined) return "No prediction in the last minute. The charts begin when this view is opened.";
   return `${text} ${duration(1000 * half)}, 99 of 100 faster than ${duration(1000 * most)}, in the last minute. Predictions only.`;
 }

@@ -46,17 +46,17 @@ export function weighed({ image, label, probabilities }, rows) {
   return { falls, fall: falls[at], least: rows[at][label], read: largest(rows[at]), where: whereIs(image, at) };
 }
 
-/** A place in words, as a part of the ink. */
+/** A place in words, as a part of the ink; ink of a few pixels across has no sides. */
 function whereIs(image, at) {
   const most = Math.max(...image), inked = Array.from(image.keys()).filter((i) => image[i] >= most / 2);
   const third = (of) => {
     const all = inked.map(of), low = Math.min(...all), high = Math.max(...all);
-    return Math.max(0, Math.min(2, Math.floor(3 * (of(at) - low) / (high - low + 1))));
+    return high - low < 6 ? 1 : Math.max(0, Math.min(2, Math.floor(3 * (of(at) - low) / (high - low + 1))));
   };
   const row = third((i) => Math.floor(i / SIDE)), column = third((i) => i % SIDE);
   return [
-    ["upper left end", "top", "upper right end"], ["left side", "middle", "right side"],
-    ["lower left end", "bottom", "lower right end"],
+    ["upper left part", "top", "upper right part"], ["left side", "middle", "right side"],
+    ["lower left part", "bottom", "lower right part"],
   ][row][column];
 }
 

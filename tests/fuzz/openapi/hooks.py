@@ -20,6 +20,7 @@ _PIXELS = _files("octets/one-image", "octets/two-images")
 
 schemathesis.openapi.media_type("application/octet-stream", _PIXELS)
 schemathesis.openapi.media_type("application/x-npy", _files("npy/28x28", "npy/2x28x28"))
+schemathesis.openapi.media_type("text/csv", _files("csv/kaggle-train", "csv/two-lines"))
 schemathesis.openapi.media_type("image/png", _files("png/dark-and-light"))
 for _kind in ("jpeg", "webp", "gif", "bmp", "avif", "tiff"):
     schemathesis.openapi.media_type(f"image/{_kind}", _files(f"{_kind}/dark-and-light"))

@@ -116,6 +116,22 @@ async def test_several_digits_are_warned_of_where_one_was_expected(served):
     assert (len(found["predictions"]), len(found["warnings"])) == (most + 1, most)
 
 
+ARRAYS = {
+    RAW: lambda images: images.tobytes(),
+    NPY: npy,
+    JSON: lambda images: as_json(images.tolist()),
+    "text/csv": lambda images: b",".join(b"%d" % one for one in images.ravel().tolist()),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+async def test_an_array_of_dark_ink_is_warned_of_unless_it_is_inverted(served, kind):
+    body = ARRAYS[kind](np.full((1, 28, 28), 255, np.uint8))
+    answer = (await served.post(body, kind)).json()
+    assert [(one["image"], one["code"]) for one in answer["warnings"]] == [(0, "looks_inverted")]
+    assert "warnings" not in (await served.post(body, kind, query="?invert=true")).json()
+
+
 async def test_bytes_are_answered_as_bytes_when_a_picture_is_doubtful(served):
     body = form((RAW, bytes(784)), (PNG, bars(2)))
     answer = await served.post(body, FORM, accept=RAW)

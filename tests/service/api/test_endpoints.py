@@ -344,6 +344,23 @@ async def test_every_first_try_over_grpc_is_a_seven(served, door):
     assert len(seen["raw BYTES"]) == len(seen["bytes_contents"]) == len(FILES)
 
 
+async def test_metadata_is_the_scale_of_messages_that_state_none(served):
+    metadata, stated = (("x-scale", "unit"),), message("UINT8", [1, 784], raw=RAW)
+    stated.parameters["scale"].string_param = "byte"
+    fractions = message("FP32", [1, 784], raw=UNIT.tobytes())
+    one = message("UINT8", [1, 784], raw=(SEVEN > 127).tobytes())
+    async with served.connect() as stub:
+        for request in (fractions, one, stated):
+            answer = await stub.ModelInfer(request, metadata=metadata)
+            (streamed,) = [
+                one async for one in stub.ModelStreamInfer(iter([request]), metadata=metadata)
+            ]
+            for found in (answer, streamed.infer_response):
+                assert list(np.frombuffer(found.raw_output_contents[1], "<i8")) == [7]
+        with pytest.raises(grpc.aio.AioRpcError, match="x-scale: got 'x', expected one of byte, u"):
+            await stub.ModelInfer(fractions, metadata=(("x-scale", "x"),))
+
+
 WRONG_MESSAGES = {
     "inputs[0].contents[0]: got 10000 x 10000": lambda: message(
         "BYTES", [1], bytes_contents=[HUGE]

@@ -13,13 +13,16 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
+import tests.wire.test_http2 as h2
 from benchmarks.grpc_stub import health_stub
 from service.api import health_pb2, reflection_pb2
 from service.api.grpc_methods import HealthServicer
 from service.forms import open_inference_pb2 as pb
+from tests.faults.http2 import message
 from tests.service.api.conftest import failure
 from tests.service_process import PATIENCE_S
 from tests.wire.doors import until
+from tests.wire.test_statements import Client, check
 
 SERVICE = "inference.GRPCInferenceService"
 Check = health_pb2.HealthCheckRequest
@@ -238,3 +241,12 @@ async def test_triton_s_additions_are_unimplemented_when_called(stub):
     error = await failure(call(b""))
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
     assert "Service/SystemSharedMemoryRegister', expected one that" in error.details()
+
+
+def test_a_second_message_of_a_unary_call_is_refused_whenever_it_comes():
+    one, status = message(b""), "3"  # INVALID_ARGUMENT
+    assert Client(check(one)).outcome() == "0"
+    assert Client(check(one + one)).outcome() == status
+    later = Client(check(one, end=False))
+    assert later.outcome() is None
+    assert later.send(h2.data(1, one, h2.END)).outcome() == status

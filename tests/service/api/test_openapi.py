@@ -147,7 +147,8 @@ async def test_every_route_is_documented_and_422_is_not(api):
     repository |= {"/v2/models/stats", "/v2/repository/index"}
     owners = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
     models = {f"{owner}{path}" for owner in owners for path in MODEL_PATHS}
-    tensorflow = ("/v1/models/{model}", "/v1/models/{model}/versions/{version}")
+    tensorflow = [f"/v1/models/{{model}}{which}" for which in ("", "/versions/{version}")]
+    tensorflow.append("/v1/models/{model}/labels/{version}")
     models |= {f"{owner}{path}" for owner in tensorflow for path in ("", ":predict", "/metadata")}
     assert set(api["paths"]) == plain | server | models | repository
     assert api["info"]["license"]["identifier"] == "Apache-2.0"
@@ -217,9 +218,10 @@ async def test_the_document_says_which_routes_need_a_key_where_there_are_keys(op
     async with open_app(api_keys="a-key-that-nobody-knows") as served:
         document = (await served.client.get("/openapi.json")).json()
     assert document["components"]["securitySchemes"] == {
-        "bearerAuth": {"type": "http", "scheme": "bearer"}
+        "bearerAuth": {"type": "http", "scheme": "bearer"},
+        "apiKeyAuth": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
     }
-    assert document["security"] == [{"bearerAuth": []}]
+    assert document["security"] == [{"bearerAuth": []}, {"apiKeyAuth": []}]
     open_paths = {
         path
         for path, operations in document["paths"].items()

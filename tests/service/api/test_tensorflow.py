@@ -89,6 +89,7 @@ async def test_the_status_of_a_model_is_that_of_its_versions(served):
                     "version": "3",
                     "state": "AVAILABLE",
                     "status": {"error_code": "OK", "error_message": ""},
+                    "version_labels": [],
                 }
             ],
             "name": "tiny",
@@ -96,6 +97,38 @@ async def test_the_status_of_a_model_is_that_of_its_versions(served):
         }
     for path in ("/v1/models/none", "/v1/models/tiny/versions/9", "/v1/models/none/metadata"):
         assert (await served.client.get(path)).status_code == 404
+
+
+async def test_a_label_stands_where_a_version_does(open_app, weights, write):
+    write("tiny/4", seed=4)
+    (weights / "tiny" / "labels.json").write_text('{"canary": 3}')
+    tensor = {"name": "image", "datatype": "UINT8", "shape": [3, 784]}
+    async with open_app(versions="latest:2") as served:
+        client = served.client
+        answer = await served.client.post(
+            "/v1/models/tiny/labels/canary:predict", json={"instances": FORMS["nested"]}
+        )
+        known = await client.post("/predict?version=3", json={"images": FORMS["nested"]})
+        assert answer.headers["x-model-version"] == known.json()["version"] == "3"
+        for one, other in zip(
+            answer.json()["predictions"], known.json()["predictions"], strict=True
+        ):
+            assert one["probabilities"] == other["probabilities"]
+        infer = {"inputs": [tensor | {"data": IMAGES.ravel().tolist()}]}
+        found = await client.post("/v2/models/tiny/versions/canary/infer", json=infer)
+        assert found.json()["model_version"] == "3"
+        found = (await client.get("/v1/models/tiny/labels/canary/metadata")).json()
+        assert found["model_spec"]["version"] == "3"
+        for path, names in (
+            ("/labels/canary", {"3": ["canary"]}),
+            ("", {"4": [], "3": ["canary"]}),
+        ):
+            found = (await client.get(f"/v1/models/tiny{path}")).json()["model_version_status"]
+            assert {one["version"]: one["version_labels"] for one in found} == names
+        found = (await client.get("/info")).json()["models"]
+        assert {one["version"]: one["version_labels"] for one in found} == names
+        for path in ("/v1/models/tiny/labels/stable", "/v1/models/tiny/labels/stable/metadata"):
+            assert (await client.get(path)).status_code == 404
 
 
 async def test_the_metadata_of_a_model_is_a_signature_that_tensorflow_reads(served):

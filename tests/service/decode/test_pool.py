@@ -132,6 +132,7 @@ BODIES = {
     "image/jpeg": seven(224, "JPEG"),
     JSON: orjson.dumps({"images": RAW.tolist()}),
     "application/x-npy": None,
+    "text/csv": "\n".join(",".join(map(str, one.ravel().tolist())) for one in RAW).encode(),
     FORM: form(seven(), seven(56)),
 }
 
@@ -185,7 +186,7 @@ async def test_an_infer_request_over_http_is_decoded_with_what_else_it_asks_for(
             body(FORM),
             form(seven(), seven())
             .replace(b"data; name", b"data", 1)
-            .replace(b"\r\n\r\n", b"\r\nContent-Type: text/csv\r\n\r\n", 1),
+            .replace(b"\r\n\r\n", b"\r\nContent-Type: text/html\r\n\r\n", 1),
             UnsupportedMediaType,
             "parts[0]",
         ),

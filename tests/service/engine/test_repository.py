@@ -193,6 +193,49 @@ async def test_a_reload_keeps_as_many_versions_as_are_wanted(open_engine, write)
         assert versions(engine) == ["3", "1"]
 
 
+async def test_a_label_moves_at_a_reload_and_stays_when_that_is_refused(open_engine, write):
+    for version in (1, 2):
+        write(f"a/{version}", seed=version)
+    labels = write("b/1", seed=9).parents[1] / "a" / "labels.json"
+    labels.write_text('{"stable": 1, "canary": 2}')
+    async with open_engine(latest=2) as engine:
+
+        async def assert_named(**named):
+            for label, version in named.items():
+                assert await engine.ask(version, "a", label) == str(version)
+
+        await assert_named(stable=1, canary=2)
+        with pytest.raises(UnknownModel, match="expected one of '2', '1', 'canary', 'stable'; a r"):
+            engine.models.get("a", "latest")
+        with pytest.raises(UnknownModel):
+            engine.models.get("b", "canary")
+        write("a/3", seed=3)  # version 1 is no longer served
+        await engine.repository.reload()
+        assert versions(engine) == ["2", "1"]
+        await assert_named(stable=1, canary=2)
+        labels.write_text('{"stable": 2, "canary": 3}')
+        await engine.repository.reload()
+        await assert_named(stable=2, canary=3)
+        labels.write_text('{"stable": 3}')
+        await engine.repository.reload()
+        await assert_named(stable=3)
+        assert engine.models.find("a", "canary") is None
+
+
+async def test_a_label_is_found_all_the_time_that_its_version_is_replaced(open_engine, write):
+    labels = write("a/1", seed=1).with_name("labels.json")
+    labels.write_text('{"stable": 1}')
+    async with open_engine() as engine:
+        write("a/2", seed=2)
+        labels.write_text('{"stable": 2}')
+        reload = asyncio.create_task(engine.repository.reload())
+        seen = []
+        while not reload.done():
+            seen.append(engine.models.get("a", "stable").version.version)
+            await asyncio.sleep(0)
+        assert (seen[0], await engine.ask(2, "a", "stable")) == ("1", "2")
+
+
 # Requests to one worker
 
 

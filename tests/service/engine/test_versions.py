@@ -158,6 +158,39 @@ def test_the_wanted_versions_are_read_the_highest_first(folder, write):
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            '{"canary": 1}',
+            "label 'canary' names version 1, expected one that is served: 3, 2; --ver",
+        ),
+        (
+            '{"canary": 9}',
+            "label 'canary' names version 9, expected one that is served: 3, 2; --ver",
+        ),
+        *((text, "expected an object of versions by label") for text in ("", "[2]", '{"2": 2}')),
+        *((text, "expected an object of versions by label") for text in ('{"a": "2"}', '{"": 2}')),
+    ],
+)
+def test_labels_that_name_no_served_version_are_refused(folder, write, content, words):
+    for version in (1, 2, 3):
+        write(f"a/{version}")
+    weights, path = WeightsFolder(folder, latest=2), folder / "a" / "labels.json"
+    path.write_text('{"stable": 3, "canary-2": 2}')
+    weights.read_all()
+    assert weights.labels == {"a": {"stable": "3", "canary-2": "2"}}
+    path.write_text(content)
+    with pytest.raises(InvalidWeightFile, match=f"^{path}: {words}"):
+        weights.read("a")
+    path.unlink()
+    weights.read("a")
+    assert weights.labels == {"a": {}}
+    path.symlink_to("/dev/zero")
+    with pytest.raises(InvalidWeightFile, match=f"{path}: leads out of {folder} through a symlink"):
+        weights.read("a")
+
+
 def test_the_index_has_every_version_also_a_broken_one(folder, write):
     write("b/1")
     write("a/2").write_bytes(b"broken")

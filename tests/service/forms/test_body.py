@@ -15,6 +15,7 @@ from tests.pictures import FORM, form, seven
 
 LIMITS = Limits(max_images=8, max_picture_pixels=1_000_000)
 JSON, RAW, NPY = "application/json", "application/octet-stream", "application/x-npy"
+CSV = "text/csv"
 IMAGES = np.random.default_rng(0).integers(0, 256, (8, 28, 28), np.uint8)
 ONE = IMAGES[0]
 FLAT: list[Any] = ONE.ravel().tolist()
@@ -30,6 +31,12 @@ def as_npy(array: Any) -> bytes:
     file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
     return file.getvalue()
+
+
+def as_csv(images: Any, *names: str, label: str = "") -> bytes:
+    lines = [",".join(names)] if names else []
+    lines += [label + ",".join(map(str, image)) for image in images.reshape(-1, 784).tolist()]
+    return "\n".join(lines).encode()
 
 
 def npy_with(header: str, data: bytes = ONE.tobytes(), version: int = 1) -> bytes:
@@ -250,6 +257,7 @@ def test_octets_are_read_without_a_copy(n):
         (b"7\x1b[31m" + b"x" * 60, "got 66 bytes, expected"),
         (as_json(FLAT), "; send it with Content-Type: application/json"),
         (b"\xef\xbf\xbdPNG\r\n", "got 8 bytes, a file that was read as text"),
+        (gzip.compress(b""), "; send the body uncompressed, or gzip with Content-Encoding: gzip"),
     ],
 )
 def test_what_was_sent_as_octets_is_named(body, words):
@@ -291,6 +299,91 @@ def test_npy_is_refused_when_its_shape_promises_more_than_it_brings():
     assert "0 images" in refused(as_npy(IMAGES[:0]), NPY).message
 
 
+# CSV
+
+NAMES = [f"pixel{i}" for i in range(784)]
+LINES = as_csv(IMAGES)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        LINES,
+        LINES.replace(b"\n", b"\r\n") + b"\r\n\r\n",
+        as_csv(IMAGES, *NAMES),
+        as_csv(IMAGES, "label", *NAMES, label="300,"),
+        as_csv(IMAGES, "LABEL", *[f'"{y}x{x}"' for y in range(28) for x in range(28)], label="7, "),
+        as_csv(IMAGES, *map(str, range(784))),
+        as_csv(IMAGES, "", *map(str, range(784)), label="12,"),
+        b"\xef\xbb\xbf" + as_csv(IMAGES, label="5,"),
+        b'"%b"' % LINES.replace(b",", b'","').replace(b"\n", b'"\n"'),
+        as_csv(IMAGES.astype(float)),
+    ],
+    ids=[
+        *("SageMaker", "CRLF", "Kaggle's test", "Kaggle's train", "MNIST in CSV", "pandas"),
+        *("pandas with index", "EMNIST, BOM", "quoted", "floats"),
+    ],
+)
+def test_csv_is_read_with_and_without_header_and_label(body):
+    np.testing.assert_array_equal(decode(body, CSV, limits=LIMITS), IMAGES)
+
+
+def test_csv_of_many_lines_is_read_in_slices():
+    images = np.resize(IMAGES, (600, 28, 28))
+    limits = Limits(max_images=600)
+    np.testing.assert_array_equal(decode(as_csv(images), CSV, limits=limits), images)
+    with pytest.raises(InvalidInput, match="got 256 at line 601, column 2,"):
+        decode(
+            as_csv(images, *NAMES)[:-4].rpartition(b"\n")[0] + b"\n0,256" + b",0" * 782,
+            CSV,
+            limits=limits,
+        )
+
+
+def test_fractions_of_csv_are_read_when_the_scale_is_unit():
+    body = as_csv(IMAGES / 255)
+    np.testing.assert_array_equal(decode(body, CSV, scale="unit", limits=LIMITS), IMAGES)
+    assert "fractions 0 to 1 need the parameter scale=unit" in refused(body, CSV).message
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (b"1_0", "got '1_0' at line 3, column 2, expected a number in each column"),
+        (b"", "got '' at line 3, column 2, expected a number"),
+        (b"0x1", "got '0x1' at line 3, column 2, expected a number"),
+        (b"\xd9\xa3", "at line 3, column 2, expected a number"),
+        (b'"1', "got an open quote in lines 2 to 3, expected a number"),
+        (b"9" * 40, "at line 3, column 2, expected a number"),
+        (b"256", "got 256 at line 3, column 2, expected whole numbers 0 to 255"),
+        (b"-1", "got -1.0 at line 3, column 2, expected whole numbers"),
+        (b"nan", "got nan at line 3, column 2, expected whole numbers"),
+        (b"infinity", "got inf at line 3, column 2, expected whole numbers"),
+        (b"0.5", "got 0.5 at line 3, column 2, expected whole numbers"),
+        (b"0,0", "got 785 values in line 3, expected 784, as in line 1"),
+        (b"0\n0", "got 2 values in line 3, expected 784"),
+    ],
+)
+def test_a_wrong_cell_of_csv_is_named_by_line_and_column(cell, words):
+    lines = as_csv(IMAGES[:1], *NAMES) + b"\n0," + cell + b",0" * 782
+    assert words in refused(lines, CSV).message
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b",".join([b"0"] * 783), "got 783 values in line 1, expected 784 numbers in a line"),
+        (LINES.replace(b",", b";"), "expected 784 numbers in a line, between commas, or 785"),
+        (seven(), "got image/png, expected 784 numbers"),
+        (as_csv(IMAGES, *NAMES, "class"), "785 columns, of which the first is 'pixel0', expected"),
+        (as_csv(IMAGES[:0], *NAMES), "got 0 images, expected at least 1"),
+        (b"," * 783 + b"\n" + as_csv(ONE), "got '' at line 1, column 1, expected a number"),
+    ],
+)
+def test_csv_of_another_form_is_refused(body, words):
+    assert words in refused(body, CSV).message
+
+
 # content types, invert, limits
 
 
@@ -302,7 +395,6 @@ def test_npy_is_refused_when_its_shape_promises_more_than_it_brings():
         ("image/heic", "; convert it to PNG or JPEG"),
         ("image/svg+xml", "; convert it to PNG or JPEG"),
         ("application/pdf", "; convert it to PNG or JPEG"),
-        ("text/csv", '; send numbers as JSON, {"images": [...]}'),
         ("text/plain;charset=UTF-8", "; say what it is, as in Content-Type: image/png"),
         ("application/npy", "; did you mean application/x-npy?"),
         ("json", "; did you mean application/json?"),
@@ -326,6 +418,7 @@ def test_an_empty_body_is_distinguished_from_a_wrong_one(kind):
         (JSON, as_json(FLAT)),
         (RAW, ONE.tobytes()),
         (NPY, as_npy(ONE)),
+        (CSV, as_csv(ONE)),
         (FORM, form((RAW, ONE.tobytes()))),
     ],
 )
@@ -341,6 +434,7 @@ def test_pixels_are_inverted_only_when_invert_is_true(kind, body):
         (JSON, as_json([TEXT] * 9), "images: got 9 images, expected at most 8"),
         (RAW, bytes(9 * 784), "9 images"),
         (NPY, as_npy(np.zeros((9, 28, 28), np.uint8)), "9 images"),
+        (CSV, as_csv(np.zeros((9, 28, 28), np.uint8)), "9 images"),
         (FORM, form(*[(RAW, IMAGES[:5].tobytes())] * 2), "parts: got 10 images"),
         (FORM, form(*[(None, b"")] * 1000), "parts: got 9 images"),
     ],
@@ -357,13 +451,15 @@ def test_parts_of_every_type_are_read_in_their_order():
     body = form(
         ("application/octet-stream", IMAGES[:2].tobytes()),
         ("application/x-npy; v=1", as_npy(IMAGES[2])),
+        ("application/vnd.ms-excel", as_csv(IMAGES[3], "label", *NAMES, label="3,")),
+        ("application/octet-stream", as_csv(IMAGES[4], label="4,")),
         ("Image/PNG", seven()),
         ("image/jpeg", seven(kind="JPEG")),
     )
     images = decode(body, FORM, limits=LIMITS)
-    assert images.shape == (5, 28, 28)
-    np.testing.assert_array_equal(images[:3], IMAGES[:3])
-    for read, kind in zip(images[3:], ("PNG", "JPEG"), strict=True):
+    assert images.shape == (7, 28, 28)
+    np.testing.assert_array_equal(images[:5], IMAGES[:5])
+    for read, kind in zip(images[5:], ("PNG", "JPEG"), strict=True):
         alone = decode(seven(kind=kind), f"image/{kind.lower()}", limits=LIMITS)
         np.testing.assert_array_equal(read, alone[0])
 

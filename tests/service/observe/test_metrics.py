@@ -51,7 +51,7 @@ def value(registry, metrics):
 def samples(metrics):
     return [
         sample
-        for family in text_string_to_metric_families(asyncio.run(metrics.exposition()).decode())
+        for family in text_string_to_metric_families(asyncio.run(metrics.exposition())[0].decode())
         for sample in family.samples
     ]
 

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from lenet.backend import BatchResult
 from service.errors import GRPC_STATUS, STATUS
@@ -121,7 +122,7 @@ def plain_environment(monkeypatch):
 
 
 def exported(url):
-    return spans.exported(url, "1.2", STATUSES, "https")
+    return spans.exported(url, "1.2", STATUSES, "https", lambda *_: None)
 
 
 def spans_of(*requests):
@@ -341,6 +342,24 @@ def infer_request(model="lenet"):
     return pb.ModelInferRequest(model_name=model, inputs=[tensor], raw_input_contents=raw)
 
 
+def took_s(span):
+    return (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+
+
+def exemplars_of(service):
+    """Protocol, upper bound and exemplar of each bucket of the durations that has one."""
+    connection = HTTPConnection("127.0.0.1", service.port)
+    connection.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text"})
+    text = connection.getresponse().read().decode()
+    connection.close()
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    return [
+        (one.labels["protocol"], float(one.labels["le"]), one.exemplar)
+        for one in samples
+        if one.exemplar
+    ]
+
+
 def test_spans_arrive_of_both_protocols(start):
     with collector() as found:
         arguments = ("--traces-endpoint", found.url, "--traces-one-in", "1")
@@ -388,6 +407,17 @@ def test_spans_arrive_of_both_protocols(start):
             of_span = span.start_time_unix_nano, *times_ns, span.end_time_unix_nano
             assert list(of_span) == sorted(of_span), "each stage lies within its request"
             assert abs(span.start_time_unix_nano - time.time_ns()) < 60e9
+        of_protocol = {"http": https, "grpc": [*calls, *streamed]}
+        exemplars = exemplars_of(service)
+        assert {protocol for protocol, *_ in exemplars} == {*of_protocol}
+        for protocol, bound, exemplar in exemplars:
+            assert exemplar.value <= bound
+            assert abs(float(exemplar.timestamp) - time.time()) < 60
+            assert exemplar.labels["trace_id"] in {
+                span.trace_id.hex()
+                for span in of_protocol[protocol]
+                if took_s(span) == pytest.approx(exemplar.value, abs=1e-6)
+            }
         resource = found.resources[0]
         assert resource["service.name"] == "lenet-serve"
         assert "opentelemetry" not in service.log.lower()

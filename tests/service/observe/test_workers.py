@@ -57,7 +57,7 @@ def predict(metrics, count=1, model=MODEL):
 
 def scrape(metrics):
     """Samples by name and labels."""
-    text = asyncio.run(metrics.exposition()).decode()
+    text = asyncio.run(metrics.exposition())[0].decode()
     samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
     found = {(one.name, *sorted(one.labels.items())): one.value for one in samples}
     assert len(found) == len(samples)
