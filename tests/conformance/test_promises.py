@@ -467,7 +467,7 @@ async def test_what_a_stop_has_no_time_for_is_sent_elsewhere_without_images_too(
 ):
     began = asyncio.Event()
 
-    async def hang(_):
+    async def hang(*_):
         began.set()
         await asyncio.Event().wait()
 
