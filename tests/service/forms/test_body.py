@@ -257,7 +257,10 @@ def test_octets_are_read_without_a_copy(n):
         (b"7\x1b[31m" + b"x" * 60, "got 66 bytes, expected"),
         (as_json(FLAT), "; send it with Content-Type: application/json"),
         (b"\xef\xbf\xbdPNG\r\n", "got 8 bytes, a file that was read as text"),
-        (gzip.compress(b"", mtime=0), "; send the body uncompressed, or gzip with Content-Encoding: gzip"),
+        (
+            gzip.compress(b"", mtime=0),
+            "; send the body uncompressed, or gzip with Content-Encoding: gzip",
+        ),
     ],
 )
 def test_what_was_sent_as_octets_is_named(body, words):
