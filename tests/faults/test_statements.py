@@ -349,6 +349,7 @@ def test_what_is_loaded_is_what_the_files_and_the_system_say(start_committed):
     tensors = [one["shape"] for name, one in header.items() if not name.startswith("golden.")]
     expected = {"name": "lenet", "version": "2", "device": "cpu", "precision": "fp32"}
     expected |= {"sha256": digest, "parameters": sum(map(math.prod, tensors))}
+    expected |= {"version_labels": []}
     names = ("accuracy", "epochs", "seed", "dataset_sha256", "labels")
     assert model == expected | {name: training[name] for name in names}
     assert limits.pop("max_picture_pixels") == 1 << 26
