@@ -319,7 +319,10 @@ def search(settings: Search) -> None:
         search_recipes(settings, model, dataset, partial(print, flush=True))
     except ImportError as exc:
         raise InvalidSettings(f"{exc}: search needs it; python -m pip install optuna") from exc
-    except KeyboardInterrupt as exc:
+    except (KeyboardInterrupt, OSError) as exc:
+        # Optuna cannot give up its lock where the interrupt came within it.
+        if KeyboardInterrupt not in (type(exc), type(exc.__context__)):
+            raise
         raise KeyboardInterrupt("interrupted; the same command goes on with the search") from exc
 
 

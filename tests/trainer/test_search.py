@@ -148,8 +148,8 @@ def test_an_interrupted_search_ends_and_the_same_command_goes_on(digits, write_i
         assert said.startswith(f"trial {ended + 1} of 1000: ")
         run.send_signal(number)
         said, errors = run.communicate(timeout=PATIENCE_S)
-        assert run.returncode == 130
         assert errors == "interrupted; the same command goes on with the search\n"
+        assert run.returncode == 130
         ended += 1 + len(trials(said.splitlines()))
     said, errors = start(ended + 1).communicate(timeout=PATIENCE_S)
     (last,) = trials(said.splitlines())
