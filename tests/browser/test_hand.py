@@ -57,7 +57,7 @@ def other_classes(page, names):
         model["labels"] = names
     page.route("**/info", lambda route: route.fulfill(json=info))
     page.reload()
-    page.wait_for_selector("#models tr")
+    page.wait_for_selector("#models tr", state="attached")
 
 
 def test_the_service_and_the_trainer_read_what_was_drawn_in_each_downloaded_picture(
@@ -186,10 +186,13 @@ def test_everybody_can_keep_letters_by_their_names(service, visit):
 
     phone = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
     page = visit(service, color_scheme="dark", **phone)
+    unfold = "summary => summary.click()"
+    page.eval_on_selector("#hand summary", unfold)
     teach(page, STROKES[7], "7")
     teach(page, STROKES[8], "8")
     long = "a name that is longer than a telephone is wide, as some are"
     other_classes(page, [*LETTERS[1:], "a/b.", long])
+    page.eval_on_selector("#hand summary", unfold)
     page.click("#clear")  # which scrolls there
     page.draw(STROKES[8])
     page.wait_for_selector("#classes button:enabled")
@@ -209,8 +212,10 @@ def test_everybody_can_keep_letters_by_their_names(service, visit):
 
     page.unroute("**/info")  # the letters are not of the classes that are shown then
     page.reload()
+    page.eval_on_selector("#hand summary", unfold)
     page.until("hand-note", " === 'Kept: 2 drawings of 2 classes.'")
     page.click("#forget")
     other_classes(page, LETTERS)
+    page.eval_on_selector("#hand summary", unfold)
     page.until("hand-note", " === 'Kept: 2 drawings of 2 classes.'")
     assert counts(page) == {"B": 1, "b": 1}

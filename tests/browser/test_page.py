@@ -58,6 +58,7 @@ def test_what_is_probably_no_digit_is_said(service, visit):
     page = visit(service)
     page.draw([[(0.5, 0.5), (0.505, 0.5)]])
     page.until("warnings", ".includes('unlike any digit')")
+    assert page.is_hidden("#means")
     page.click("#clear")
     page.draw([[(0.5, 0.2), (0.5, 0.8)], [(0.2, 0.5), (0.8, 0.5)]])  # a plus
     page.until("agree", ".startsWith('The models disagree')")
@@ -65,6 +66,7 @@ def test_what_is_probably_no_digit_is_said(service, visit):
     page.draw(STROKES[3])
     page.reads("3,")
     assert page.inner_text("#warnings") == page.inner_text("#agree") == ""
+    assert page.inner_text("#means").startswith("That is among the ten digits: ")
 
 
 DOTS = [[(0.3, 0.5), (0.305, 0.5)], [(0.7, 0.5), (0.705, 0.5)]]
@@ -238,6 +240,7 @@ def test_a_damaged_network_or_image_gives_another_answer_until_it_is_mended(serv
     assert page.inner_text("#damaged") == ""
     page.check("#biases")
     page.until("damaged", ".includes('reads')")
+    page.until("instead", " === document.getElementById('damaged').textContent")
     before = page.inner_text("#damaged")  # the answer may change at once
     page.select_option("#noisy", "conv1")
     page.fill("#weights", "3")
@@ -329,6 +332,7 @@ def test_a_finger_draws_and_does_not_scroll(service, visit):
         touch("touchEnd")
     page.reads("4,")
     assert page.evaluate("scrollY") == before
+    assert page.is_hidden("#keys")
 
 
 def test_the_keyboard_alone_draws_and_clears(service, visit):
@@ -466,6 +470,25 @@ def test_the_answer_and_the_drawing_are_on_a_telephones_screen_together(service,
     boxes = [one.bounding_box() for one in (brief, paper, undo)]
     assert page.evaluate("scrollY") == 0
     assert all(box["y"] >= 0 and box["y"] + box["height"] <= 740 for box in boxes)
+    page.click("#clear")
+    page.draw(DOTS)
+    page.until("caution", ".includes('unlike any digit')")
+    caution = page.locator("#caution").bounding_box()
+    assert boxes[0]["y"] < caution["y"] < caution["y"] + caution["height"] <= boxes[1]["y"]
+    assert paper.bounding_box() == boxes[1]  # nothing moves under the pen
+
+
+def test_a_telephones_page_is_short_until_its_parts_are_opened(service, visit):
+    page = visit(service, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page.draw(STROKES[6])
+    page.until("agree", " === ''")
+    page.until("why-text", ".includes('decided')")
+    assert page.evaluate("document.documentElement.scrollHeight") < 3000
+    for summary in page.locator("#draw summary").all():
+        summary.click()
+    page.wait_for_selector(".layer canvas")
+    page.until("flip-text", ".includes(' 6 into ')")
+    assert page.locator("#draw details:not([open])").count() == 0
 
 
 def test_a_model_of_other_classes_is_not_said_to_read_digits(service, visit):
@@ -504,7 +527,7 @@ def test_the_page_says_that_the_service_is_away_and_that_it_is_back(serve, visit
 def test_without_explanations_the_page_does_without(serve, visit):
     page = visit(serve("--explain", "off"))
     page.wait_for_selector("#models tr")
-    assert page.is_hidden("#inside-card")
+    assert page.is_hidden("#inside")
     assert page.is_hidden("#damage")
     page.set_input_files("#photo", photograph([3]))
     page.until("digit", " === '3'")
@@ -541,6 +564,7 @@ def test_everybody_can_read_the_page(service, visit, view, options):
 
     page = visit(service, f"/#{view}", **options)
     if view == "draw":
+        page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
         page.draw(STROKES[4])
         page.locator("#classes button").nth(4).click()
         page.wait_for_selector(".layer canvas")

@@ -12,6 +12,7 @@ const STEP = 4; // The least distance of two points, in those steps: about a pix
 let kept = read(); // [class, drawing] each, a drawing as JSON of [pen, strokes].
 let labels = []; // The classes of the model that is shown.
 let drawing = ""; // The one on the surface; "" if it has no strokes.
+let said = ""; // What was done with that drawing.
 let here = []; // What was kept since the surface was empty: the same lines drawn again are another drawing.
 
 function read() {
@@ -46,7 +47,9 @@ function pictureOfKept(one) {
 /** Show the classes `names`, for the `strokes` of the drawing; none if it was not drawn here. */
 export function showHand(names, strokes, pen) {
   labels = names;
+  const before = drawing;
   drawing = strokes ? framed(strokes, pen) : "";
+  if (drawing !== before) said = ""; // Else its answer is late.
   if (!strokes) here = [];
   show();
 }
@@ -54,7 +57,8 @@ export function showHand(names, strokes, pen) {
 const ofLabels = () => kept.filter(([name]) => labels.includes(name));
 const current = () => here.find(([, one]) => one === drawing);
 
-function show(done = "") {
+function show(done = said) {
+  said = done;
   const mine = ofLabels(), own = current()?.[0];
   $("hand").hidden = !labels.length;
   const button = (i) => make("button", { type: "button", onclick: () => teach(labels[i]) }, make("span"), make("small"));
@@ -116,7 +120,7 @@ addEventListener("storage", (event) => { // Another tab of this page kept one.
   if (event.key !== KEY && event.key !== null) return;
   kept = read();
   here = kept.filter(([, one]) => here.some(([, other]) => other === one));
-  show();
+  show("");
 });
 
 /** A class as the name of a folder: what a file system may refuse is percent-encoded. */

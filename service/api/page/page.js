@@ -28,7 +28,7 @@ const damage = { ...whole };
 const answers = []; // Lists of probabilities.
 const trips = []; // Milliseconds.
 const idle = {}; // Texts while there is no answer.
-for (const id of ["digit", "brief", "sure", "warnings", "batch", "agree", "inside-note", "damaged", "snippet", "needs", "why-text", "flip-text"]) idle[id] = $(id).textContent;
+for (const id of ["digit", "brief", "sure", "means", "warnings", "batch", "agree", "inside-note", "snippet", "needs", "why-text", "flip-text"]) idle[id] = $(id).textContent;
 const rest = (...ids) => { for (const id of ids) say(id, idle[id]); };
 
 const paper = $("paper");
@@ -226,7 +226,7 @@ function showNothing() {
   trips.length = 0;
   clearTimeout(later);
   waiting = undefined;
-  rest("digit", "brief", "sure", "warnings", "batch", "snippet", "needs");
+  rest("digit", "brief", "sure", "means", "warnings", "batch", "snippet", "needs");
   for (const id of ["seen", "stack", "stages"]) $(id).replaceChildren();
   $("stack").ariaLabel = "No request yet";
   fresh($("times"));
@@ -249,12 +249,23 @@ function showVerdict(answer) {
   $("digit").classList.toggle("long", read.length > 2);
   say("sure", predictions.length > 1 ? `${predictions.length} ${onlyDigits(model) ? "digits" : "drawings"}, each at least ${sure}` : sure);
   say("brief", `${read}, ${sure}`);
+  say("means", `That is among ${onlyDigits(model) ? "the ten digits" : `${labelsOf(model).length} classes`}: the network reads one in any drawing.`);
   showWarnings();
   announce("live", `${read}, ${sure}.`);
 }
 
-/** The service compares with digits, whatever the model's classes are. */
-const showWarnings = () => say("warnings", onlyDigits(model) ? [...new Set(warnings.map(({ message }) => message))].join(" ") : "");
+/** The service compares with digits, whatever the model's classes are; behind a semicolon it advises programs. */
+function showWarnings() {
+  say("warnings", onlyDigits(model) ? [...new Set(warnings.map(({ message }) => `${message.split(";")[0]}.`))].join(" ") : "");
+  showCaution();
+}
+
+/** On a phone the answer stands above the drawing, and with it the weightiest of its notes. */
+function showCaution() {
+  const doubt = $("warnings").textContent || $("agree").textContent;
+  $("draw").classList.toggle("doubted", Boolean(doubt));
+  say("caution", doubt || $("instead").textContent || $("means").textContent);
+}
 
 function showAnswer(answer) {
   const { predictions } = answer;
@@ -333,11 +344,13 @@ const compare = newest(async () => {
     cells.forEach((text, j) => { rows[i].children[j + 1].textContent = text; });
   });
   say("agree", new Set(all.map(readOf)).size > 1 ? "The models disagree: it is unclear, or no digit." : "");
+  showCaution();
 }, compareNothing);
 
 function compareNothing() {
   for (const cell of document.querySelectorAll("#models td + td")) cell.textContent = "";
   rest("agree");
+  showCaution();
 }
 
 /** Send the drawing as a picture: some warnings are for pictures alone. */
@@ -432,7 +445,7 @@ const explainWhy = newest(async () => {
     heated = { ...of, ...weighed(of, rows) };
     showHeat();
   }
-  if (!resting || !subject || subject.key !== heated?.key) return;
+  if (!resting || !subject || subject.key !== heated?.key || !$("turn-it").open) return;
   const of = subject, target = targetOf(of), key = `${target}/${of.key}`;
   if (key === searched?.key) return;
   searching();
@@ -523,6 +536,7 @@ function showTurn() {
 }
 
 on("target", "change", explainWhy);
+on("turn-it", "toggle", explainWhy);
 
 // Inside, and the damaged network
 
@@ -534,11 +548,12 @@ const explain = newest(async () => {
     parameters.set("noise", damage.weights);
   }
   const damaged = [...parameters].length > 1, open = $("inside").open;
-  if (!info?.explain || !images.length || !(open || damaged)) return;
+  if (!damaged) showDamaged("");
+  if (!info?.explain || !images.length || !(open || damaged || $("noisy").length === 1)) return; // It names the layers, too.
   const explanation = await (await ask(`explain?${parameters}`, images[chosen])).json();
   if (!images.length) return; // Cleared meanwhile.
   const { label, name, confidence } = explanation.prediction;
-  say("damaged", damaged ? `The damaged network reads ${name ?? label}, ${percent(confidence)} sure.` : "");
+  if (damaged) showDamaged(`The damaged network reads ${name ?? label}, ${percent(confidence)} sure.`);
   say("inside-note", `${explanation.model}, version ${explanation.version}${damaged ? ", damaged" : ""}: computed again in NumPy, layer by layer, on the image beside the answer. Darkest is 0 or the smallest value, brightest the largest.`);
   if (open) showInside($("layers"), explanation.layers, labelsOf(explanation.model));
   const layers = [...new Set(explanation.layers.map((layer) => layer.name))];
@@ -546,8 +561,15 @@ const explain = newest(async () => {
 }, explainNothing);
 
 function explainNothing() {
-  rest("inside-note", "damaged");
+  rest("inside-note");
+  showDamaged("");
   $("layers").replaceChildren();
+}
+
+/** Beside the sliders, and beside the answer. */
+function showDamaged(text) {
+  for (const id of ["damaged", "instead"]) say(id, text);
+  showCaution();
 }
 
 on("inside", "toggle", explain);
@@ -782,11 +804,15 @@ async function start() {
   info = await attempt(async () => (await ask("info")).json());
   if (!info) return;
   say("version", `${info.name} ${info.version}`);
-  $("damage").hidden = $("inside-card").hidden = !info.explain;
+  $("damage").hidden = $("inside").hidden = !info.explain;
   showModels();
   predict();
 }
 
+// On a phone, what is below the answer opens by a touch.
+const narrow = matchMedia("(max-width: 760px)").matches;
+for (const part of document.querySelectorAll("#draw details")) part.open = !narrow;
+on("past", "toggle", showHistory);
 addEventListener("hashchange", route);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   show();

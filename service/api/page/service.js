@@ -118,7 +118,7 @@ function show(info) {
 
   $("loaded").replaceChildren(...info.models.map((one) => {
     const labels = { model: one.name, version: one.version };
-    const cells = [one.name, one.version, one.device, count(one.parameters), one.accuracy === null ? "–" : `${(100 * one.accuracy).toFixed(2)} %`,
+    const cells = [one.name, one.accuracy === null ? "–" : `${(100 * one.accuracy).toFixed(2)} %`, one.version, one.device, count(one.parameters),
       count(sum(metrics, "lenet_images_total", labels)), count(sum(metrics, "lenet_queue_rows", labels)),
       `${sum(metrics, "lenet_contexts_busy", labels)} of ${sum(metrics, "lenet_contexts", labels)}`, new Date(one.loaded_at).toLocaleString()];
     return make("tr", {}, ...cells.map((text) => make("td", { textContent: text })));
