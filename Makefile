@@ -16,7 +16,7 @@ ABOUT_TESTS := This takes about 90 seconds on two idle cores. Tests that start a
 ABOUT_ALL := This takes about 9 minutes on two idle cores.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs docs-check check format proto dist reference env-example prometheus-rule docker-image docker-up docker-down image-size clean
+.PHONY: help serve train judge load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs docs-check check format proto dist reference env-example prometheus-rule docker-image docker-up docker-down image-size clean
 
 help: ## list every target
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -26,6 +26,14 @@ serve: .venv/serve.stamp ## run the service on the committed weights (ARGS="--po
 
 train: .venv/dev.stamp ## train with the default recipe (ARGS="fit --out /tmp/weights")
 	$(BIN)/python -m trainer $(ARGS)
+
+JUDGE = build/judge
+judge: .venv/dev.stamp ## train the judge of what is found in pictures (DATA=FOLDER with MNIST)
+	$(BIN)/python -m trainer.scenes $(JUDGE)/scenes.npz $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m trainer fit --data $(JUDGE)/scenes.npz --labels $(JUDGE)/scenes.txt \
+	  --model lenet-6-16 --epochs 24 --rotation 4 --scale 0.05 --shear 4 --shift 0.5 --elastic 0.4 \
+	  --smoothing 0.02 --out $(JUDGE) $(ARGS)
+	cp "$$(ls -t $(JUDGE)/lenet-6-16/*.safetensors | head -1)" service/pictures/judge.safetensors
 
 load-test: .venv/dev.stamp ## drive a running service (ARGS="--mode open --rate 500")
 	$(BIN)/python -m benchmarks.load_test $(ARGS)

@@ -216,7 +216,7 @@ def _key(files: Sequence[_Listed]) -> str:
 
     digest = sha256(f"Pillow {PIL.__version__}, NumPy {np.__version__}".encode())
     (package,) = service.pictures.__path__
-    for path in sorted(Path(package).glob("*.py")):
+    for path in sorted((*Path(package).glob("*.py"), *Path(package).glob("*.safetensors"))):
         digest.update(path.read_bytes())
     listing = [(file.name, file.size, file.mtime_ns) for file in files]
     digest.update(json.dumps(listing).encode())

@@ -24,11 +24,12 @@ from service.pictures.shapes import (
     Mask,
     Numbers,
     Shapes,
+    closed,
     count,
     count_runs,
     dilated,
-    extreme,
     opened,
+    otsu,
     shapes,
 )
 
@@ -63,10 +64,19 @@ _SMALLEST_CLOSED = 64
 
 @dataclass(frozen=True)
 class Drawing:
-    """Ink, float32 (height, width) >= 0, without the noise; and the noise, one sigma."""
+    """Ink, float32 (height, width) >= 0, without the noise; and the noise, one sigma.
+
+    `searched`: more than ink on paper was seen.
+    """
 
     ink: Ink
     noise: float
+    searched: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but ink on even paper."""
+        return not self.noise and not self.searched
 
     @cached_property
     def drawn(self) -> Mask:
@@ -100,13 +110,13 @@ def find_ink(grey: Grey, invert: Invert) -> Drawing:
         if found is None and not drawing.ink.any():
             # Where the edge is half ink, it says nothing of the paper.
             found = _of_two_levels(grey, invert)
-        return found or drawing
+        return found or Drawing(drawing.ink, noise, searched=True)
     return drawing
 
 
 def _of_two_levels(grey: Grey, invert: Invert) -> Drawing | None:
     """The ink where paper and ink have a level each, and there is more paper."""
-    light = grey > _threshold(grey)
+    light = grey > otsu(grey)
     share = float(light.mean())
     if share in (0.0, 1.0) or invert == ("false" if share > 0.5 else "true"):
         return None
@@ -267,7 +277,7 @@ def _searched(grey: Grey, invert: Invert) -> Drawing | None:
             ink[~_enlarged(keep, factor, grey.shape)] = 0
             strongest = float(ink.max())
             if strongest >= _FAINTEST:
-                return Drawing(_clean(ink, noise, strongest), noise)
+                return Drawing(_clean(ink, noise, strongest), noise, searched=True)
     return None
 
 
@@ -280,16 +290,12 @@ def _closed(grey: Grey, size: int, sign: int) -> Grey:
     """The picture without ink thinner than `size`; `sign` is that of the ink's difference."""
     if size == 1:
         return grey
-    order = (np.maximum, np.minimum) if sign < 0 else (np.minimum, np.maximum)
-    wide = np.pad(grey, size - 1, "edge")
-    for best in order:
-        wide = extreme(extreme(wide, size, best, 0), size, best, 1)
-    return wide
+    return closed(grey, size) if sign < 0 else 255 - closed(255 - grey, size)
 
 
 def _search(grey: Grey, sign: int) -> tuple[Mask, Mask, Ink] | None:
     """Masks of the ink to keep and of the sheet, and the ink's brightness."""
-    threshold = _threshold(grey)
+    threshold = otsu(grey)
     sheet = grey > threshold if sign < 0 else grey <= threshold
     tried = None
     for known in (sheet, np.ones_like(sheet)):
@@ -308,15 +314,6 @@ def _search(grey: Grey, sign: int) -> tuple[Mask, Mask, Ink] | None:
         if found is not None:
             return *found, paper
     return None
-
-
-def _threshold(grey: Grey) -> int:
-    """The level that separates light from dark best. Source: Otsu 1979."""
-    pixels = np.bincount(grey.ravel(), minlength=256).astype(np.float64)
-    below = np.cumsum(pixels)[:-1]
-    sums = np.cumsum(pixels * np.arange(256))
-    apart = (sums[-1] * below / grey.size - sums[:-1]) ** 2
-    return int(np.argmax(apart / np.maximum(below * (grey.size - below), 1)))
 
 
 def _paper_of(grey: Grey, sheet: Mask, level: float) -> Ink:

@@ -16,17 +16,26 @@ from PIL import Image
 
 from lenet.pixels import HEIGHT, WIDTH, Images
 from service.errors import InvalidInput, TooLarge
+from service.pictures.candidates import candidates
 from service.pictures.doubt import count_shapes, is_no_digit, silhouette
 from service.pictures.headers import Between, Digits, Doubt, Invert
-from service.pictures.ink import Drawing, Ink, find_ink
+from service.pictures.ink import Drawing, Grey, Ink, find_ink
+from service.pictures.judge import IS_DIGIT, ranked, verdicts
 from service.pictures.picture_files import read_grey
 from service.pictures.separate import MAX_DIGITS, find_digits, in_reading_order
 
 BOX = 20
 """Longer side of a digit in the 28x28 image, in pixels."""
 
+_SMALLEST, _FAINTEST = 8, 24
+"""Side, and contrast of 255, below which a picture is not searched."""
+
 _FLAT = 14
 """Rows of a prepared image. Nearly all digits have 20."""
+
+_DOUBTFUL, _UNLIKELY = 0.2, 0.03
+"""Probabilities of a digit below which a photograph is searched for another, and an image is warned
+of: 0.1 % of MNIST's test images are."""
 
 _CENTRE = 14.0
 """MNIST's centre of mass, as a pixel index: with it 59,998 of the 60,000 training images keep their
@@ -38,11 +47,11 @@ _DARK_ENOUGH = 230.0
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The images of a picture, uint8 (n, 28, 28), its number of pixels, and doubts by image."""
+    """The images of a picture, uint8 (n, 28, 28), doubts by image, and its number of pixels."""
 
     images: Images
-    pixels: int
     doubts: Sequence[tuple[int, Doubt]]
+    pixels: int
 
 
 def prepare(
@@ -76,6 +85,8 @@ def prepare(
     )
     drawing = find_ink(grey, invert)
     if not drawing.ink.any():
+        if digits == "one" and (other := search(grey, invert, 0.0)):
+            return Prepared(*other, pixels)
         hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
         message = f"{field}: no digit found: the picture is blank, or no ink in it stands out{hint}"
         raise InvalidInput(message, field=field)
@@ -89,6 +100,7 @@ def prepare(
     alone = (one.alone(drawing) for one in in_reading_order(found))
     drawings = alone if len(found) > 1 else [drawing]
     images = np.stack([_centred(_scaled(one)) for one in drawings])
+    judged = verdicts(images)
     doubts: list[tuple[int, Doubt]] = []
     for index, image in enumerate(images):
         shape = silhouette(image)
@@ -96,9 +108,40 @@ def prepare(
         several = count_shapes(shape) > 1 or np.count_nonzero(image.any(1)) < _FLAT
         if digits == "one" and several and len(find_digits(drawing)) > 1:
             doubts.append((index, "several_shapes"))
-        elif is_no_digit(shape):
+        elif is_no_digit(shape) or judged[index, 0] < _UNLIKELY:
             doubts.append((index, "not_a_digit"))
-    return Prepared(images, pixels, doubts)
+    # A letter is searched no further: a part of it may look like a digit.
+    is_doubtful = not drawing.is_plain and judged[0].sum() < _DOUBTFUL
+    if digits == "one" and is_doubtful and (other := search(grey, invert, judged[0, 0])):
+        found_image, more = other
+        # What the rules say of shapes holds for the picture, whichever part of it is taken.
+        tangled = is_no_digit(silhouette(images[0]))
+        kept = [one for one in doubts if tangled or one[1] == "several_shapes"]
+        return Prepared(found_image, more or kept, pixels)
+    return Prepared(images, doubts, pixels)
+
+
+def search(
+    grey: Grey, invert: Invert, least: float
+) -> tuple[Images, Sequence[tuple[int, Doubt]]] | None:
+    """The best candidate, where the judge believes in it, and more than `least`."""
+    if min(grey.shape) < _SMALLEST or int(grey.max()) - int(grey.min()) < _FAINTEST:
+        return None
+    found = candidates(grey, invert)
+    if not found:
+        return None
+    images = np.stack([normalised(one.ink) for one in found])
+    (best, *others), judged = ranked(found, images)
+    if judged[best, 0] < max(IS_DIGIT, least):
+        return None
+    height = [bottom - top for top, bottom, *_ in (one.box for one in found)]
+    is_alone = all(judged[one, 0] < IS_DIGIT or 2 * height[one] < height[best] for one in others)
+    return images[[best]], [] if is_alone else [(0, "several_shapes")]
+
+
+def normalised(ink: Ink) -> NDArray[np.uint8]:
+    """Ink without noise, (height, width), as an image of MNIST, uint8 (28, 28)."""
+    return _centred(_scaled(Drawing(ink, 0.0)))
 
 
 def _scaled(drawing: Drawing) -> Ink:

@@ -1,19 +1,21 @@
-"""Connected shapes in a mask, and openings that remove what is thin; NumPy alone."""
+"""Connected shapes in a mask, openings that remove what is thin, a threshold; NumPy alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+Grey = NDArray[np.uint8]
 Mask = NDArray[np.bool_]
 Numbers = NDArray[np.intp]
 Item = TypeVar("Item", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shapes:
     """The connected shapes of a mask, numbered from 0 by their first pixel, row by row.
 
@@ -59,6 +61,34 @@ class Shapes:
     def only(self, one: int) -> Mask:
         """The pixels of one shape."""
         return self.mask(np.arange(len(self)) == one)
+
+    @property
+    def boxes(self) -> Numbers:
+        """First row, row behind the last, first column, column behind the last, (n, 4)."""
+        return np.stack([self.top, self.bottom, self.left, self.right], 1)
+
+    @property
+    def longest(self) -> Numbers:
+        """Longer sides of their boxes."""
+        longest: Numbers = np.maximum(self.height, self.width)
+        return longest
+
+    @cached_property
+    def _runs(self) -> tuple[Numbers, Numbers]:
+        """Runs in the order of their shapes, and where each shape's begin."""
+        order = np.argsort(self.shape_of_run, kind="stable")
+        return order, np.searchsorted(self.shape_of_run[order], np.arange(len(self) + 1))
+
+    def cut(self, members: Numbers, top: int, bottom: int, left: int, right: int) -> Mask:
+        """The pixels of some shapes within a box that holds them all."""
+        order, begins = self._runs
+        runs = np.concatenate([order[begins[one] : begins[one + 1]] for one in members])
+        steps = np.zeros((bottom - top, right - left + 1), np.int8)
+        row = self.run_row[runs] - top
+        steps[row, self.run_left[runs] - left] = 1
+        steps[row, self.run_right[runs] - left] -= 1
+        filled: Mask = np.cumsum(steps, axis=1, dtype=np.int8)[:, :-1] != 0
+        return filled
 
     def sum_of_runs(self, weights: NDArray[Any]) -> Numbers:
         """Sum of `weights`, one for each run, over the runs of each shape."""
@@ -164,6 +194,27 @@ def _roots(count: int, one: Numbers, other: Numbers) -> Numbers:
             return root
 
 
+def common_areas(boxes: NDArray[Any]) -> NDArray[np.float32]:
+    """The common area of each two boxes (n, 4), (n, n); a box's own area on the diagonal."""
+    top, bottom, left, right = boxes.T.astype(np.float32)
+    rows = np.minimum.outer(bottom, bottom) - np.maximum.outer(top, top)
+    columns = np.minimum.outer(right, right) - np.maximum.outer(left, left)
+    found: NDArray[np.float32] = rows.clip(0) * columns.clip(0)
+    return found
+
+
+def closed(pixels: NDArray[Item], size: int) -> NDArray[Item]:
+    """Morphological closing by a square of `size` x `size`: what is thinner and darker goes.
+
+    Beyond the picture its outermost pixels go on.
+    """
+    before, behind = size // 2, size - 1 - size // 2
+    for best, margin in ((np.maximum, (before, behind)), (np.minimum, (behind, before))):
+        pixels = np.pad(pixels, margin, "edge")
+        pixels = extreme(extreme(pixels, size, best, 0), size, best, 1)
+    return pixels
+
+
 def opened(mask: Mask, size: int) -> Mask:
     """Morphological opening of `mask` by a square of `size` x `size` pixels."""
     if size <= 1:
@@ -202,3 +253,12 @@ def _spread(mask: Mask, size: int, axis: int) -> Mask:
         wider[step:] |= got[:-step]
         got, reach = wider, reach + step
     return got if axis == 0 else got.T
+
+
+def otsu(levels: NDArray[np.uint8]) -> int:
+    """The level that separates light from dark best. Source: Otsu 1979."""
+    pixels = np.bincount(levels.ravel(), minlength=256).astype(np.float64)
+    below = np.cumsum(pixels)[:-1]
+    sums = np.cumsum(pixels * np.arange(256))
+    apart = (sums[-1] * below / levels.size - sums[:-1]) ** 2
+    return int(np.argmax(apart / np.maximum(below * (levels.size - below), 1)))

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from service.pictures.shapes import dilated, opened, shapes
+from service.pictures.shapes import common_areas, dilated, opened, shapes
 
 MASKS = arrays(bool, array_shapes(min_dims=2, max_dims=2, max_side=12))
 
@@ -76,3 +76,20 @@ def test_the_frame_is_counted_once_for_each_pixel(size):
         assert found == 2 * (height + width) - 4
     else:
         assert found >= max(size)
+
+
+@given(MASKS)
+def test_shapes_are_cut_out_within_their_box(mask):
+    found = shapes(mask)
+    for one in range(len(found)):
+        top, bottom, left, right = found.boxes[one]
+        own = found.only(one)[top:bottom, left:right]
+        assert (found.cut(np.array([one]), top, bottom, left, right) == own).all()
+    if len(found) > 1:
+        both = found.only(0) | found.only(1)
+        assert (found.cut(np.array([0, 1]), 0, mask.shape[0], 0, mask.shape[1]) == both).all()
+
+
+def test_common_areas_are_those_of_each_two_boxes():
+    boxes = np.array([[0, 10, 0, 10], [0, 10, 5, 15], [20, 30, 0, 10]])
+    np.testing.assert_array_equal(common_areas(boxes), [[100, 50, 0], [50, 100, 0], [0, 0, 100]])

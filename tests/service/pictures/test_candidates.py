@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service.pictures.candidates import candidates
+
+
+def picture(paper: int = 200, ink: int = 40) -> np.ndarray:
+    """A stroke with a part beside it, and a small speck far away; 100 x 200."""
+    image = np.full((100, 200), paper, np.uint8)
+    image[20:70, 60:68] = ink
+    image[20:28, 74:100] = ink
+    image[90:92, 190:192] = ink
+    return image
+
+
+def boxes(found):
+    """Rows and columns of the candidates' boxes, in pixels."""
+    return {tuple(round(edge * 200) for edge in one.box) for one in found}
+
+
+@pytest.mark.parametrize(("paper", "ink"), [(200, 40), (40, 200), (120, 150)])
+def test_each_shape_is_a_candidate_alone_and_with_the_part_near_it(paper, ink):
+    found = boxes(candidates(picture(paper, ink), "auto"))
+    assert {(20, 70, 60, 68), (20, 28, 74, 100), (20, 70, 60, 100)} <= found
+    assert not any(right > 150 for *_, right in found)  # the speck
+
+
+def test_a_candidate_is_its_own_ink_alone():
+    image = picture()
+    image[40:60, 72:75] = 40  # within the box of the stroke and its part
+    for one in candidates(image, "true"):
+        if one.box == (20 / 200, 70 / 200, 60 / 200, 68 / 200):
+            assert np.count_nonzero(one.ink > one.ink.max() / 2) == 50 * 8
+
+
+def test_a_small_picture_is_enlarged_to_be_searched():
+    small = picture()[::4, ::4]
+    assert {(20, 72, 60, 68)} <= boxes(candidates(small, "auto"))
+
+
+def test_only_ink_of_the_sign_that_was_asked_for_is_looked_at():
+    assert (20, 70, 60, 68) in boxes(candidates(picture(), "true"))
+    assert (20, 70, 60, 68) not in boxes(candidates(picture(), "false"))
+
+
+@pytest.mark.parametrize("shadow", [0.4, 0.7])
+def test_ink_is_whole_across_the_edge_of_a_shadow(shadow):
+    image = picture()
+    image[45:] = image[45:] * shadow
+    assert (20, 70, 60, 68) in boxes(candidates(image, "auto"))
+
+
+@pytest.mark.parametrize("level", [0, 7, 255])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 300), (64, 64)])
+def test_an_empty_picture_has_no_candidates(level, shape):
+    assert candidates(np.full(shape, level, np.uint8), "auto") == []
+
+
+def test_the_number_of_candidates_is_bounded():
+    random = np.random.default_rng(1)
+    for cell in (1, 2, 4, 8):
+        noise = np.kron(random.integers(0, 256, (256 // cell, 256 // cell)), np.ones((cell, cell)))
+        assert len(candidates(noise.astype(np.uint8), "auto")) <= 96
