@@ -68,7 +68,7 @@ class Scene:
 
 
 def samples(digits: Digits, scenes: int, seed: int) -> tuple[Images, Labels]:
-    """Images and classes of the candidates of scenes, of marks drawn alone, and all digits.
+    """Images and classes of the candidates of scenes, of marks drawn alone, all digits, and bars.
 
     The work is divided over all cores.
     """
@@ -77,8 +77,10 @@ def samples(digits: Digits, scenes: int, seed: int) -> tuple[Images, Labels]:
     # Not by fork: the libraries' threads may hold a lock then.
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         done = list(pool.map(partial(_samples, digits, seed), parts))
-    images = [digits.images, *(images for images, _ in done)]
-    labels = [digits.labels.astype(np.int64), *(labels for _, labels in done)]
+    bars = [_bar(np.random.default_rng((seed, scenes, number))) for number in range(scenes // 2)]
+    images = [digits.images, *(images for images, _ in done), np.array(bars, np.uint8)]
+    ones = np.ones(len(bars), np.int64)
+    labels = [digits.labels.astype(np.int64), *(labels for _, labels in done), ones]
     return np.concatenate(images), np.concatenate(labels)
 
 
@@ -96,12 +98,24 @@ def _samples(digits: Digits, seed: int, numbers: NDArray[np.intp]) -> tuple[Imag
 
 def _alone(digits: Digits, random: Random) -> tuple[Images, int]:
     """A sign, doodle, scribble or two digits in one, as a clean drawing of it."""
-    from service.pictures.normalise import normalised
+    from service.pictures.picture import normalised
 
     makes = _sign, _sign, _doodle, _doodle, _scribble, partial(_pair, digits)
     glyph, label = makes[random.integers(len(makes))](random)
     share = _placed(random, glyph, (140, 140), 80, (70, 70), random.uniform(0.15, 0.65))
     return normalised(255 * share) if (share > 0.5).any() else np.zeros((28, 28), np.uint8), label
+
+
+def _bar(random: Random) -> Images:
+    """A straight stroke, which is a 1 though MNIST has few that are quite straight."""
+    from service.pictures.picture import normalised
+
+    picture = Image.new("L", (96, 96))
+    half = random.uniform(2, 14)
+    box = (48 - half, random.uniform(5, 25), 48 + half, random.uniform(70, 92))
+    ImageDraw.Draw(picture).rounded_rectangle(box, half * random.uniform(0, 1), 255)
+    turned = picture.rotate(random.normal(0, 7), Image.Resampling.BILINEAR)
+    return normalised(np.asarray(turned, np.float32))
 
 
 def _pair(digits: Digits, random: Random) -> tuple[Images, int]:
@@ -113,7 +127,7 @@ def _pair(digits: Digits, random: Random) -> tuple[Images, int]:
 def _seen(scene: Scene) -> Iterator[tuple[Images, int]]:
     """The images of a scene's candidates, and of its marks alone, with their classes."""
     from service.pictures.candidates import candidates
-    from service.pictures.normalise import normalised
+    from service.pictures.picture import normalised
     from service.pictures.shapes import common_areas
 
     marks: list[tuple[NDArray[np.float64], int, Images]] = []
@@ -614,7 +628,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trainer.scenes")
     parser.add_argument("file", type=Path)
     parser.add_argument("--data", type=Path, default=MNIST_FOLDER)
-    parser.add_argument("--scenes", type=int, default=9000)
+    parser.add_argument("--scenes", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     images, labels = samples(load(arguments.data).train, arguments.scenes, arguments.seed)

@@ -9,14 +9,14 @@ digit is for `service.pictures.judge` to say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from service.pictures.headers import Digits, Invert
+from service.pictures.headers import Invert
 from service.pictures.shapes import (
     Grey,
     Mask,
@@ -38,9 +38,12 @@ _SIDES = (128, 256)
 _MOST_RUNS = 16_000
 """Maximum horizontal runs of all layers, and a third of it of one. One with more is noise."""
 
-_ONE, _SEVERAL = (12, 320, 96), (66, 640, 256)
+_MOST_SHAPES, _MOST_GROUPS, _MOST = 12, 320, 96
 """Maximum shapes of a layer that are candidates, candidates of a picture before those that are
-alike are left out, and after; where one digit is looked for, and where several are."""
+alike are left out, and after."""
+
+_AT_ONCE = 8
+"""Layers that are searched in one call, which takes memory for each."""
 
 _FAINTEST = 12
 """Difference from the paper, of 255, below which nothing counts as ink."""
@@ -93,12 +96,25 @@ class _Layer:
     opening: int = 0
 
 
-def candidates(grey: Grey, invert: Invert, digits: Digits = "one") -> list[Candidate]:
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Shapes of one layer that may be a digit together; `box` is in pixels of the layer.
+
+    In `found` the layer begins at `first_row`.
+    """
+
+    layer: _Layer
+    found: Shapes
+    members: Numbers
+    first_row: int
+    box: tuple[int, int, int, int]
+
+
+def candidates(grey: Grey, invert: Invert) -> list[Candidate]:
     """The candidates of a picture, uint8 (height, width), largest first; of those alike the first.
 
     `invert`: "true" is dark ink on light paper, "false" light ink on dark paper, "auto" either.
     """
-    most_shapes, most_groups, most_candidates = _ONE if digits == "one" else _SEVERAL
     least, most = _SIDES
     picture, side = Image.fromarray(grey), max(grey.shape)
     if side > most:
@@ -106,48 +122,43 @@ def candidates(grey: Grey, invert: Invert, digits: Digits = "one") -> list[Candi
     elif side < least:
         scale = -(-least // side)
         grey = np.asarray(picture.resize((scale * picture.width, scale * picture.height), 3))
-    layers = list(_layers(grey, invert))
-    if not layers:
-        return []
-    # One call for all layers, with an empty row behind each.
-    height, side = len(grey) + 1, max(grey.shape)
-    stack = np.zeros((len(layers), height, grey.shape[1]), np.bool_)
-    for number, layer in enumerate(layers):
-        stack[number, :-1] = layer.mask
-    found = shapes(stack.reshape(-1, grey.shape[1]))
-    layer_of = found.boxes[:, 0] // height
-    groups: list[Numbers] = []
-    for number in range(len(layers)):
-        members = np.flatnonzero(layer_of == number)
-        groups += _groups(found, members, max(6, side * _LEAST), most_shapes)
-    del groups[most_groups:]
+    layers, side = list(_layers(grey, invert)), max(grey.shape)
+    groups: list[_Group] = []
+    for first in range(0, len(layers), _AT_ONCE):
+        groups += _groups_of(layers[first : first + _AT_ONCE], max(6, side * _LEAST))
+    del groups[_MOST_GROUPS:]
     if not groups:
         return []
-    boxes = np.array([_around(found.boxes[group]) for group in groups])
-    boxes[:, :2] -= (layer_of[[group[0] for group in groups]] * height)[:, np.newaxis]
-    areas = np.array([found.area[group].sum() for group in groups])
+    boxes = np.array([group.box for group in groups])
+    areas = np.array([group.found.area[group.members].sum() for group in groups])
     common = common_areas(boxes)
     sizes = np.diagonal(common)
     common /= sizes + sizes[:, np.newaxis] - common
     votes = np.count_nonzero(common > SAME_MARK, axis=1)
     alike = (common > 0.9) & (np.abs(np.log(areas[:, np.newaxis] / areas)) < 0.12)
     longest = np.maximum(boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2])
-    first = np.flatnonzero(np.argmax(alike, 1) == np.arange(len(groups)))
-    chosen = first[np.argsort(-longest[first], kind="stable")]
+    first_alike = np.flatnonzero(np.argmax(alike, 1) == np.arange(len(groups)))
+    chosen = first_alike[np.argsort(-longest[first_alike], kind="stable")]
     return [
-        Candidate(
-            _ink(
-                layers[number := int(layer_of[groups[one][0]])],
-                found,
-                groups[one],
-                boxes[one],
-                number * height,
-            ),
-            tuple((boxes[one] / side).tolist()),
-            int(votes[one]),
-        )
-        for one in chosen[:most_candidates]
+        Candidate(_ink(groups[one]), tuple((boxes[one] / side).tolist()), int(votes[one]))
+        for one in chosen[:_MOST]
     ]
+
+
+def _groups_of(layers: Sequence[_Layer], least: float) -> Iterator[_Group]:
+    """The candidates of layers, whose masks are searched together, an empty row behind each."""
+    height, width = layers[0].mask.shape
+    stack = np.zeros((len(layers), height + 1, width), np.bool_)
+    for number, layer in enumerate(layers):
+        stack[number, :-1] = layer.mask
+    found = shapes(stack.reshape(-1, width))
+    layer_of = found.top // (height + 1)
+    for number, layer in enumerate(layers):
+        first_row = number * (height + 1)
+        for members in _groups(found, np.flatnonzero(layer_of == number), least):
+            top, bottom, left, right = _around(found.boxes[members])
+            box = top - first_row, bottom - first_row, left, right
+            yield _Group(layer, found, members, first_row, box)
 
 
 def _layers(grey: Grey, invert: Invert) -> Iterator[_Layer]:
@@ -188,14 +199,14 @@ def _layers(grey: Grey, invert: Invert) -> Iterator[_Layer]:
                 yield _Layer(layer.relief, layer.threshold, without, size)
 
 
-def _groups(found: Shapes, members: Numbers, least: float, most_shapes: int) -> Iterator[Numbers]:
+def _groups(found: Shapes, members: Numbers, least: float) -> Iterator[Numbers]:
     """The candidates of one layer: shapes, each alone, with its parts, and with the largest."""
     longest = found.longest[members]
     kept = np.flatnonzero((longest >= 3) & (found.area[members] >= 4))
-    kept = kept[np.argsort(-longest[kept], kind="stable")][: 5 * most_shapes]
+    kept = kept[np.argsort(-longest[kept], kind="stable")][: 5 * _MOST_SHAPES]
     members, longest = members[kept], longest[kept]
     boxes = found.boxes[members]
-    main = min(most_shapes, int(np.count_nonzero(longest >= least)))
+    main = min(_MOST_SHAPES, int(np.count_nonzero(longest >= least)))
     own = boxes[:main, np.newaxis]
     beside = np.maximum(boxes[:, 2] - own[..., 3], own[..., 2] - boxes[:, 3]).clip(0)
     above = np.maximum(boxes[:, 0] - own[..., 1], own[..., 0] - boxes[:, 1]).clip(0)
@@ -224,17 +235,15 @@ def _around(boxes: Numbers) -> tuple[int, int, int, int]:
     return int(top), int(bottom), int(left), int(right)
 
 
-def _ink(
-    layer: _Layer, found: Shapes, group: Numbers, box: Numbers, first_row: int
-) -> NDArray[np.float32]:
+def _ink(group: _Group) -> NDArray[np.float32]:
     """The relief of a group of shapes, and of its faint edges, within its box and a margin."""
-    top, bottom, left, right = box.tolist()
-    own = found.mask(group, top + first_row, bottom + first_row, left, right)
+    layer, (top, bottom, left, right) = group.layer, group.box
+    rows = group.first_row + top, group.first_row + bottom
     reach = 1 + layer.opening
-    wide = dilated(np.pad(own, reach), reach)
+    own = np.pad(group.found.cut(group.members, *rows, left, right), reach)
     above, before = min(reach, top), min(reach, left)
-    inside = np.s_[top - above : bottom + reach, left - before : right + reach]
-    relief = layer.relief[inside]
-    mask = wide[reach - above :, reach - before :][: relief.shape[0], : relief.shape[1]]
+    relief = layer.relief[top - above : bottom + reach, left - before : right + reach]
+    wide = dilated(own, reach)[reach - above :, reach - before :]
+    mask = wide[: relief.shape[0], : relief.shape[1]]
     faint = np.uint8(layer.threshold // 3)
     return np.where(mask, relief - np.minimum(relief, faint), np.uint8(0)).astype(np.float32)

@@ -22,8 +22,8 @@ from service.pictures.shapes import common_areas
 
 FILE = Path(__file__).with_name("judge.safetensors")
 
-IS_DIGIT, MAY_BE_DIGIT = 0.9, 0.5
-"""Probabilities from which an image surely shows a digit, and rather does than not."""
+IS_DIGIT = 0.97
+"""Probability from which an image surely shows a digit."""
 
 _OF_MARK = 0.3
 """Weight of the probability of a mark: a letter is taken where there is no digit."""

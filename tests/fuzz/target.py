@@ -69,7 +69,7 @@ class Target:
 
 _PICTURE = (
     *("service.pictures.picture", "service.pictures.picture_files", "service.pictures.headers"),
-    *("service.pictures.candidates", "service.pictures.judge", "service.pictures.shapes"),
+    *("service.pictures.ink", "service.pictures.shapes"),
 )
 
 MODULES = MappingProxyType(

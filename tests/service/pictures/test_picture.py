@@ -104,6 +104,16 @@ def test_noisy_paper_alone_has_no_digit(size):
     assert "no digit found" in refused(encoded(noise, "JPEG"), "image/jpeg")
 
 
+def test_one_in_a_thousand_of_mnists_digits_is_warned_of(mnist):
+    warned = 0
+    for one in mnist[0][:2000]:
+        doubts: list[Any] = []
+        decode(encoded(one), PNG, limits=LIMITS, doubts=doubts)
+        warned += bool(doubts)
+    # 6 by the judge, and 9 by counting edges, holes and shapes.
+    assert warned <= 15
+
+
 # Pictures as people send them. `python -m tests.picture_kinds` prints the rates of more kinds.
 
 SEED = 7
@@ -136,7 +146,7 @@ def test_numbers_are_warned_of_where_one_digit_was_expected(mnist):
     assert outcome(numbers(*mnist, 20, SEED)).warned["several_shapes"] == 20
 
 
-@pytest.mark.parametrize("name", ["scribble", "blot"])
+@pytest.mark.parametrize("name", ["scribble", "blot", "letter", "face", "heart", "star", "arrow"])
 def test_shapes_unlike_any_digit_are_warned_of(name):
     pictures = [(NO_DIGITS[name](np.random.default_rng((SEED, i))), [-1]) for i in range(20)]
     assert outcome(pictures).warned["not_a_digit"] >= 19
