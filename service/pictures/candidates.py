@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,12 +122,13 @@ def candidates(grey: Grey, invert: Invert) -> list[Candidate]:
         grey = np.asarray(picture.reduce(-(-side // most)))
     elif side < least:
         scale = -(-least // side)
-        grey = np.asarray(picture.resize((scale * picture.width, scale * picture.height), 3))
+        larger = scale * picture.width, scale * picture.height
+        grey = np.asarray(picture.resize(larger, Image.Resampling.BICUBIC))
     layers, side = list(_layers(grey, invert)), max(grey.shape)
     groups: list[_Group] = []
     for first in range(0, len(layers), _AT_ONCE):
-        groups += _groups_of(layers[first : first + _AT_ONCE], max(6, side * _LEAST))
-    del groups[_MOST_GROUPS:]
+        some = _groups_of(layers[first : first + _AT_ONCE], max(6, side * _LEAST))
+        groups += islice(some, _MOST_GROUPS - len(groups))
     if not groups:
         return []
     boxes = np.array([group.box for group in groups])

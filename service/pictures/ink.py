@@ -21,6 +21,7 @@ from PIL import Image
 
 from service.pictures.headers import Invert
 from service.pictures.shapes import (
+    Grey,
     Mask,
     Numbers,
     Shapes,
@@ -33,14 +34,13 @@ from service.pictures.shapes import (
     shapes,
 )
 
-Grey: TypeAlias = NDArray[np.uint8]
 Ink: TypeAlias = NDArray[np.float32]
 Number = TypeVar("Number", bound=np.generic)
 
 _SURFACE_SIDE = 48
 """Side of the copy on which the paper's brightness is fitted, which varies slowly."""
 
-_FAINTEST = 24.0
+FAINTEST = 24.0
 """Contrast, of 255, below which a picture counts as blank."""
 
 _SEARCH_SIDE = 256
@@ -55,7 +55,7 @@ MOST_RUNS = 6000
 _OPENINGS = (1, 2, 3, 4, 5, 7, 10)
 """Sides of the squares that remove ruling, in pixels of that copy. 1 removes nothing."""
 
-_SMALLEST_SEARCHED = 8
+SMALLEST_SEARCHED = 8
 _TWO_LEVELS = 0.85
 """Share of the variance that is between light and dark. Normal noise has 0.64, uniform 0.75."""
 _SMALLEST_CLOSED = 64
@@ -96,16 +96,16 @@ def find_ink(grey: Grey, invert: Invert) -> Drawing:
     if invert == "true" or (invert == "auto" and np.vdot(ink * ink, ink) < 0):
         np.negative(ink, out=ink)
     strongest = float(ink.max())
-    if strongest < max(_FAINTEST, 6 * noise):
+    if strongest < max(FAINTEST, 6 * noise):
         drawing = Drawing(np.zeros_like(ink), noise)
-        poor = int(grey.max()) - int(grey.min()) >= _FAINTEST
+        poor = int(grey.max()) - int(grey.min()) >= FAINTEST
     else:
         # On both sides of the paper, or paper that is a hill: it was fitted to two surfaces.
         poor = count(ink < -max(12, 4 * noise)) > 0.01 * ink.size or _is_bent(paper)
         drawing = Drawing(_clean(ink, noise, strongest), noise)
         if not poor and (_is_alone(drawing) or _is_cut(drawing)):
             return drawing
-    if (poor or drawing.ink.any()) and min(grey.shape) >= _SMALLEST_SEARCHED:
+    if (poor or drawing.ink.any()) and min(grey.shape) >= SMALLEST_SEARCHED:
         found = _searched(grey, invert)
         if found is None and not drawing.ink.any():
             # Where the edge is half ink, it says nothing of the paper.
@@ -127,7 +127,7 @@ def _of_two_levels(grey: Grey, invert: Invert) -> Drawing | None:
     level = float(np.median(_sample(grey[paper])))
     ink = (grey.astype(np.float32) - level) * (-1 if share > 0.5 else 1)
     noise, strongest = _noise(ink[paper]), float(ink.max())
-    if strongest < max(_FAINTEST, 6 * noise):
+    if strongest < max(FAINTEST, 6 * noise):
         return None
     return Drawing(_clean(ink, noise, strongest), noise)
 
@@ -159,7 +159,7 @@ def _paper(grey: Grey) -> tuple[Ink, float]:
     small, terms = _surface_points(grey)
     fitted = np.full(small.size, level)
     for _ in range(10):
-        weighted = terms / (1 + ((small - fitted) / _FAINTEST) ** 2)
+        weighted = terms / (1 + ((small - fitted) / FAINTEST) ** 2)
         fitted = np.linalg.solve(weighted @ terms.T, weighted @ small) @ terms
     paper = _surface(fitted, grey.shape)
     return paper, 1.4826 * float(np.median(np.abs(_edge(grey - paper))))
@@ -187,7 +187,7 @@ def _is_bent(paper: Ink) -> bool:
     if paper.size == 1:
         return False
     corners = float(paper[[0, 0, -1, -1], [0, -1, 0, -1]].mean())
-    return abs(corners - float(paper[paper.shape[0] // 2, paper.shape[1] // 2])) > _FAINTEST
+    return abs(corners - float(paper[paper.shape[0] // 2, paper.shape[1] // 2])) > FAINTEST
 
 
 # Is the ink all that was found?
@@ -276,7 +276,7 @@ def _searched(grey: Grey, invert: Invert) -> Drawing | None:
             ink = sign * (grey.astype(np.float32) - paper)
             ink[~_enlarged(keep, factor, grey.shape)] = 0
             strongest = float(ink.max())
-            if strongest >= _FAINTEST:
+            if strongest >= FAINTEST:
                 return Drawing(_clean(ink, noise, strongest), noise, searched=True)
     return None
 
@@ -331,7 +331,7 @@ def _paper_of(grey: Grey, sheet: Mask, level: float) -> Ink:
         weighted = terms * weights
         fitted = np.linalg.solve(weighted @ terms.T, weighted @ small) @ terms
         # Tukey's biweight: what is far from the paper has no say at all, however much it is.
-        far = ((small - fitted) / max(2 * _FAINTEST, 160 * 0.7**turn)) ** 2
+        far = ((small - fitted) / max(2 * FAINTEST, 160 * 0.7**turn)) ** 2
         weights = np.maximum(1 - far, 0) ** 2 * (known if turn < 6 else 1) + 1e-6
     # Beyond the sheet the surface says nothing.
     return _surface(fitted.clip(*np.percentile(small[known], (5, 95))), grey.shape)
@@ -340,7 +340,7 @@ def _paper_of(grey: Grey, sheet: Mask, level: float) -> Ink:
 def _noise(ink: Ink) -> float:
     """One sigma of the paper's noise, where less than half is ink."""
     near = np.abs(_sample(ink))
-    near = near[near < 2 * _FAINTEST]
+    near = near[near < 2 * FAINTEST]
     return 1.4826 * float(np.median(near)) if near.size else 0.0
 
 
@@ -358,7 +358,7 @@ def _free(ink: Ink, noise: float) -> tuple[Mask, Mask] | None:
     strongest = float(ink.max())
     outside = np.zeros(ink.shape, bool)
     for _ in range(2):
-        if strongest < max(_FAINTEST, 6 * noise):
+        if strongest < max(FAINTEST, 6 * noise):
             return None
         found = _opened_until_free((ink > max(0.35 * strongest, 4 * noise)) & ~outside, outside)
         if found is None:

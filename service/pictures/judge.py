@@ -34,7 +34,7 @@ _MOST_ODDS = 9.0
 
 _WEIGHTS = (0.5, 1.0, 0.5)
 """Weights of the readings of the same mark, by the judge and by number, and of its size, fitted to
-drawn scenes."""
+drawn scenes with an earlier judge."""
 
 _APART = 0.2
 """Maximum common share of the smaller of two boxes that belong to different marks."""

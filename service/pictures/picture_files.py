@@ -23,7 +23,7 @@ from PIL.ImageFile import ImageFile
 
 from service.errors import InvalidInput, TooLarge, invalid
 from service.pictures.headers import Between, Invert, describe, recognise, sniff
-from service.pictures.ink import Grey
+from service.pictures.shapes import Grey
 
 _NAMES = ("Png", "Jpeg", "WebP", "Gif", "Bmp", "Avif", "Tiff")
 _PLUGINS = MappingProxyType({f"image/{name.lower()}": name for name in _NAMES})

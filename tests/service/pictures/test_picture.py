@@ -6,7 +6,7 @@ import pytest
 from service.errors import InvalidInput
 from service.forms.body import decode
 from service.forms.reader import Limits
-from tests.picture_kinds import BEFORE, NO_DIGITS, numbers, of_kind, outcome
+from tests.picture_kinds import BEFORE, KINDS, NO_DIGITS, numbers, of_kind, outcome
 from tests.pictures import PNG, encoded
 
 LIMITS = Limits(max_images=1, max_picture_pixels=4_000_000)
@@ -104,14 +104,14 @@ def test_noisy_paper_alone_has_no_digit(size):
     assert "no digit found" in refused(encoded(noise, "JPEG"), "image/jpeg")
 
 
-def test_one_in_a_thousand_of_mnists_digits_is_warned_of(mnist):
+def test_few_of_mnists_digits_are_warned_of(mnist):
     warned = 0
     for one in mnist[0][:2000]:
         doubts: list[Any] = []
         decode(encoded(one), PNG, limits=LIMITS, doubts=doubts)
         warned += bool(doubts)
-    # 6 by the judge, and 9 by counting edges, holes and shapes.
-    assert warned <= 15
+    # Of all 10,000 34: 11 by the judge, 23 by counting edges, holes and shapes.
+    assert warned <= 8
 
 
 # Pictures as people send them. `python -m tests.picture_kinds` prints the rates of more kinds.
@@ -128,6 +128,12 @@ def test_a_digit_is_read_and_not_warned_of_on_every_kind_of_picture(mnist, name)
     # The draw is the same each time. One in a hundred is wrong, as of MNIST's own images.
     assert found.right >= COUNT - 1
     assert found.warned.total() <= 1
+
+
+@pytest.mark.parametrize("name", ["sticky_note_on_a_desk", "till_receipt"])
+def test_digits_that_the_rules_lose_are_searched_for(mnist, name):
+    # 49; without the search 45.
+    assert outcome(of_kind(KINDS[name], *mnist, 50, SEED)).right >= 48
 
 
 @pytest.mark.long
