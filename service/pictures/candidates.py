@@ -127,17 +127,19 @@ def candidates(grey: Grey, invert: Invert) -> list[Candidate]:
     layers, side = list(_layers(grey, invert)), max(grey.shape)
     groups: list[_Group] = []
     for first in range(0, len(layers), _AT_ONCE):
-        some = _groups_of(layers[first : first + _AT_ONCE], max(6, side * _LEAST))
-        groups += islice(some, _MOST_GROUPS - len(groups))
+        found = _groups_of(layers[first : first + _AT_ONCE], max(6, side * _LEAST))
+        groups += islice(found, _MOST_GROUPS - len(groups))
+        del found  # and the mask of all its layers
     if not groups:
         return []
     boxes = np.array([group.box for group in groups])
-    areas = np.array([group.found.area[group.members].sum() for group in groups])
+    areas = [group.found.area[group.members].sum() for group in groups]
+    logs = np.log(np.array(areas, np.float32))
     common = common_areas(boxes)
     sizes = np.diagonal(common)
     common /= sizes + sizes[:, np.newaxis] - common
     votes = np.count_nonzero(common > SAME_MARK, axis=1)
-    alike = (common > 0.9) & (np.abs(np.log(areas[:, np.newaxis] / areas)) < 0.12)
+    alike = (common > 0.9) & (np.abs(np.subtract.outer(logs, logs)) < 0.12)
     longest = np.maximum(boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2])
     first_alike = np.flatnonzero(np.argmax(alike, 1) == np.arange(len(groups)))
     chosen = first_alike[np.argsort(-longest[first_alike], kind="stable")]
