@@ -36,10 +36,10 @@ from service.pictures.shapes import (
 _SIDES = (128, 256)
 """Bounds of the longer side of the copy that is searched."""
 
-_MOST_RUNS = 16_000
+_MOST_RUNS = 8000
 """Maximum horizontal runs of all layers, and a third of it of one. One with more is noise."""
 
-_MOST_SHAPES, _MOST_GROUPS, _MOST = 12, 320, 96
+_MOST_SHAPES, _MOST_GROUPS, _MOST = 12, 200, 64
 """Maximum shapes of a layer that are candidates, candidates of a picture before those that are
 alike are left out, and after."""
 

@@ -62,4 +62,4 @@ def test_the_number_of_candidates_is_bounded():
     random = np.random.default_rng(1)
     for cell in (1, 2, 4, 8):
         noise = np.kron(random.integers(0, 256, (256 // cell, 256 // cell)), np.ones((cell, cell)))
-        assert len(candidates(noise.astype(np.uint8), "auto")) <= 96
+        assert len(candidates(noise.astype(np.uint8), "auto")) <= 64
