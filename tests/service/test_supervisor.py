@@ -216,7 +216,10 @@ def spawned(monkeypatch):
         monkeypatch.setattr(supervisor.multiprocessing, "get_context", lambda _: context)
         return running
 
-    return install
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield install
+    # The supervisor blocks its signals; what later tests start would inherit that.
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 @pytest.fixture
