@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +37,9 @@ _SIDES = (128, 256)
 """Bounds of the longer side of the copy that is searched."""
 
 _MOST_RUNS = 8000
-"""Maximum horizontal runs of all layers, and a third of it of one, which is noise if it has more;
-and again as many without thin lines."""
+"""Maximum horizontal runs of all layers, and a third of it of one. One with more is noise."""
 
-_MOST_SHAPES, _MOST_GROUPS, _MOST = 12, 240, 36
+_MOST_SHAPES, _MOST_GROUPS, _MOST = 12, 200, 64
 """Maximum shapes of a layer that are candidates, candidates of a picture before those that are
 alike are left out, and after."""
 
@@ -50,9 +48,6 @@ _AT_ONCE = 8
 
 _FAINTEST = 12
 """Difference from the paper, of 255, below which nothing counts as ink."""
-
-_DIM = np.float32(80)
-"""Level of paper below which the share of the light that ink takes is noise."""
 
 _SURROUNDINGS = (5, 16)
 """The picture's longer side divided by the side of the square that the paper is taken from."""
@@ -77,28 +72,21 @@ _LEAST_PART, _MOST_PART = 0.12, 1.3
 
 _MOST_PARTS = 6
 
-_BESIDE, _MOST_BESIDE = 0.7, 1.5
-"""Maximum distance of what stands beside a shape, and its longer side, of the shape's."""
-
 SAME_MARK = 0.8
 """Common share of the boxes of two candidates that are readings of the same mark."""
-
-Box: TypeAlias = tuple[float, float, float, float]
-"""First row, the row behind the last, and the columns likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A mark: its relief, float32 (height, width), without anything beside it.
 
-    `box` is in shares of the picture's longer side, `votes` the number of candidates that fill
-    about the same box, `alone` the share of the ink in and beside the box that is the mark's.
+    `box` is its first row, the row behind its last, and the columns likewise, as shares of the
+    picture's longer side; `votes` the number of candidates that fill about the same box.
     """
 
     ink: NDArray[np.float32]
-    box: Box
+    box: tuple[float, float, float, float]
     votes: int
-    alone: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +109,10 @@ class _Group:
     members: Numbers
     first_row: int
     box: tuple[int, int, int, int]
-    alone: float
 
 
 def candidates(grey: Grey, invert: Invert) -> list[Candidate]:
-    """The candidates of a picture, uint8 (height, width); of those alike the first.
-
-    Those first that are large, that many layers show, and that stand alone.
+    """The candidates of a picture, uint8 (height, width), largest first; of those alike the first.
 
     `invert`: "true" is dark ink on light paper, "false" light ink on dark paper, "auto" either.
     """
@@ -157,12 +142,10 @@ def candidates(grey: Grey, invert: Invert) -> list[Candidate]:
     alike = (common > 0.9) & (np.abs(np.subtract.outer(logs, logs)) < 0.12)
     longest = np.maximum(boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2])
     first_alike = np.flatnonzero(np.argmax(alike, 1) == np.arange(len(groups)))
-    shares: list[Box] = list(map(tuple, (boxes / side).tolist()))
-    stand_out = votes * longest * np.array([group.alone for group in groups])
-    chosen = first_alike[np.argsort(-stand_out[first_alike], kind="stable")]
+    chosen = first_alike[np.argsort(-longest[first_alike], kind="stable")]
     return [
-        Candidate(_ink(it := groups[one]), shares[one], int(votes[one]), it.alone)
-        for one in chosen[:_MOST].tolist()
+        Candidate(_ink(groups[one]), tuple((boxes[one] / side).tolist()), int(votes[one]))
+        for one in chosen[:_MOST]
     ]
 
 
@@ -176,11 +159,10 @@ def _groups_of(layers: Sequence[_Layer], least: float) -> Iterator[_Group]:
     layer_of = found.top // (height + 1)
     for number, layer in enumerate(layers):
         first_row = number * (height + 1)
-        own = np.flatnonzero(layer_of == number)
-        for members, alone in _groups(found, own, least):
+        for members in _groups(found, np.flatnonzero(layer_of == number), least):
             top, bottom, left, right = _around(found.boxes[members])
             box = top - first_row, bottom - first_row, left, right
-            yield _Group(layer, found, members, first_row, box, alone)
+            yield _Group(layer, found, members, first_row, box)
 
 
 def _layers(grey: Grey, invert: Invert) -> Iterator[_Layer]:
@@ -195,68 +177,59 @@ def _layers(grey: Grey, invert: Invert) -> Iterator[_Layer]:
             reliefs.append((dark - np.minimum(dark, paper), [threshold - paper]))
         for part in _SURROUNDINGS:
             # A closing follows the edges of sheets and shadows, where a mean would blur them.
-            around = closed(levels, max(3, max(grey.shape) // part))
-            relief = around - levels
-            if is_dark:  # it takes the same share of the light in a shadow
-                relief = (relief * (255 / np.maximum(around, _DIM))).astype(np.uint8)
+            relief = closed(levels, max(3, max(grey.shape) // part)) - levels
             strongest = max(float(np.percentile(relief, 99.5)), 2 * _FAINTEST)
             reliefs.append((relief, [int(share * strongest) for share in _THRESHOLDS]))
-    quiet, noisy, left = [], [], _MOST_RUNS
+    whole = []
+    runs = 0
     for relief, thresholds in reliefs:
-        for level in (max(_FAINTEST, threshold) for threshold in thresholds):
-            layer = _Layer(relief, level, relief > level)
-            if 0 < count(layer.mask) <= _MOST_INK * layer.mask.size:
-                runs = count_runs(layer.mask)
-                if runs <= min(_MOST_RUNS // 3, left):
-                    quiet.append(layer)
-                    left -= runs
-                else:
-                    noisy.append(layer)
-    yield from quiet
-    left += _MOST_RUNS
-    for layer in quiet + noisy:
+        for threshold in thresholds:
+            mask = relief > (threshold := max(_FAINTEST, threshold))
+            more = count_runs(mask)
+            if 0 < count(mask) <= _MOST_INK * mask.size and more <= min(
+                _MOST_RUNS // 3, _MOST_RUNS - runs
+            ):
+                runs += more
+                whole.append(_Layer(relief, threshold, mask))
+    yield from whole
+    for layer in whole:
         ink = count(layer.mask)
         for size in _OPENINGS if ink > 0.02 * layer.mask.size else ():
             without = opened(layer.mask, size)
-            runs = count_runs(without)
-            if 0 < count(without) < 0.97 * ink and runs <= min(_MOST_RUNS // 3, left):
-                left -= runs
+            if 0 < count(without) < 0.97 * ink:
+                runs += count_runs(without)
+                if runs > 2 * _MOST_RUNS:
+                    return
                 yield _Layer(layer.relief, layer.threshold, without, size)
 
 
-def _groups(found: Shapes, members: Numbers, least: float) -> Iterator[tuple[Numbers, float]]:
-    """The candidates of one layer: shapes, each alone, with its parts, and with the largest.
-
-    Beside each the share of the ink there that is its own.
-    """
+def _groups(found: Shapes, members: Numbers, least: float) -> Iterator[Numbers]:
+    """The candidates of one layer: shapes, each alone, with its parts, and with the largest."""
     longest = found.longest[members]
     kept = np.flatnonzero((longest >= 3) & (found.area[members] >= 4))
     kept = kept[np.argsort(-longest[kept], kind="stable")][: 5 * _MOST_SHAPES]
     members, longest = members[kept], longest[kept]
-    boxes, areas = found.boxes[members], found.area[members]
+    boxes = found.boxes[members]
     main = min(_MOST_SHAPES, int(np.count_nonzero(longest >= least)))
-    own, length = boxes[:main, np.newaxis], longest[:main, np.newaxis]
+    own = boxes[:main, np.newaxis]
     beside = np.maximum(boxes[:, 2] - own[..., 3], own[..., 2] - boxes[:, 3]).clip(0)
     above = np.maximum(boxes[:, 0] - own[..., 1], own[..., 0] - boxes[:, 1]).clip(0)
-    far = np.hypot(beside, above)
-    is_part = (far < _NEAR * length) & (longest >= _LEAST_PART * length)
-    is_part &= longest < _MOST_PART * length
-    is_part[np.arange(main), np.arange(main)] = False
-    is_beside = (far < _BESIDE * length) & (longest >= _LEAST_PART * length)
-    around = (is_beside & (longest < _MOST_BESIDE * length)) @ areas
-    height, width = (boxes[:main, 1::2] - boxes[:main, ::2]).T
-    is_blot = (areas[:main] > 0.8 * height * width) & (
-        3 * np.minimum(height, width) > longest[:main]
-    )
-    for one, count_parts in enumerate(np.count_nonzero(is_part, axis=1).tolist()):
-        groups = [] if is_blot[one] else [[one]]
-        if 0 < count_parts <= _MOST_PARTS:
-            parts = np.flatnonzero(is_part[one])
-            groups.append([one, *parts])
-            if count_parts > 1:
-                groups.append([one, parts[np.argmax(areas[parts])]])
-        for group in groups:
-            yield members[group], min(1.0, float(areas[group].sum() / around[one]))
+    length = longest[:main, np.newaxis]
+    near = (np.hypot(beside, above) < _NEAR * length) & (longest >= _LEAST_PART * length)
+    near &= longest < _MOST_PART * length
+    near[np.arange(main), np.arange(main)] = False
+    for one in range(main):
+        top, bottom, left, right = boxes[one]
+        height, width = bottom - top, right - left
+        is_solid = found.area[members[one]] > 0.8 * height * width
+        if not (is_solid and 3 * min(height, width) > max(height, width)):
+            yield members[[one]]
+        parts = np.flatnonzero(near[one])
+        if 0 < len(parts) <= _MOST_PARTS:
+            yield members[[one, *parts]]
+            if len(parts) > 1:
+                largest = parts[np.argmax(found.area[members[parts]])]
+                yield members[[one, largest]]
 
 
 def _around(boxes: Numbers) -> tuple[int, int, int, int]:
@@ -271,9 +244,10 @@ def _ink(group: _Group) -> NDArray[np.float32]:
     layer, (top, bottom, left, right) = group.layer, group.box
     rows = group.first_row + top, group.first_row + bottom
     reach = 1 + layer.opening
-    own = dilated(np.pad(group.found.cut(group.members, *rows, left, right), reach), reach)
+    own = np.pad(group.found.cut(group.members, *rows, left, right), reach)
     above, before = min(reach, top), min(reach, left)
     relief = layer.relief[top - above : bottom + reach, left - before : right + reach]
-    mask = own[reach - above :, reach - before :][: relief.shape[0], : relief.shape[1]]
+    wide = dilated(own, reach)[reach - above :, reach - before :]
+    mask = wide[: relief.shape[0], : relief.shape[1]]
     faint = np.uint8(layer.threshold // 3)
     return np.where(mask, relief - np.minimum(relief, faint), np.uint8(0)).astype(np.float32)

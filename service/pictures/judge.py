@@ -1,6 +1,6 @@
 """The judge: a small network that says of a prepared image whether it shows a digit.
 
-`make judge` trains it on the candidates of drawn scenes, `trainer.judge`. Its classes are the ten
+`make judge` trains it on the candidates of drawn scenes, `trainer.scenes`. Its classes are the ten
 digits, `mark` for another character or sign that is whole, and `none` for anything else: parts of
 strokes, two digits in one, edges, ruling, textures.
 """
@@ -29,11 +29,12 @@ _OF_MARK = 0.3
 """Weight of the probability of a mark: a letter is taken where there is no digit."""
 
 _MARK = 10
-_MOST_ODDS = 5.0
-"""Logarithm of the odds beyond which a candidate is no better: the judge's are smoothed."""
+_MOST_ODDS = 9.0
+"""Logarithm of the odds beyond which a candidate is no better."""
 
-RANKING = (1.0, 1.2, 0.5, 0.75)
-"""Weights of `merits`, of `python -m trainer.judge weigh`."""
+_WEIGHTS = (0.5, 1.0, 0.5)
+"""Weights of the readings of the same mark, by the judge and by number, and of its size, fitted to
+drawn scenes with an earlier judge."""
 
 _APART = 0.2
 """Maximum common share of the smaller of two boxes that belong to different marks."""
@@ -53,33 +54,23 @@ def _plan() -> CpuPlan:
 def ranked(found: Sequence[Candidate], images: Images) -> tuple[list[int], NDArray[np.float32]]:
     """The candidates that are apart from each other, best first, and the verdicts of all.
 
-    `images`, uint8 (n, 28, 28), are the candidates'.
+    `images`, uint8 (n, 28, 28), are the candidates'. A reading of a mark counts for more if others
+    agree with it, and a large mark for more than a small one, which may be a part of it.
     """
     judged = verdicts(images)
-    boxes = np.array([one.box for one in found])
-    common = common_areas(boxes)
-    areas = np.diagonal(common)
-    is_apart = common < _APART * np.minimum(areas, areas[:, np.newaxis])
-    order: list[int] = []
-    for one in np.argsort(-merits(found, judged) @ np.array(RANKING), kind="stable").tolist():
-        if is_apart[one, order].all():
-            order.append(one)
-    return order, judged
-
-
-def merits(found: Sequence[Candidate], judged: NDArray[np.float32]) -> NDArray[np.float64]:
-    """What makes a candidate the digit of its picture, (n, 4), as logarithms.
-
-    Its odds, the number of readings of the same mark, the candidate's size, of which a part has
-    less, and its share of the ink there, of readings of the same mark the largest.
-    """
-    likely = judged @ np.array([1, _OF_MARK])
-    odds = np.log((likely + 1e-3) / (1.001 - likely)).clip(max=_MOST_ODDS)
-    votes, alone = np.array([(one.votes, one.alone) for one in found]).T
+    chance = judged @ np.array([1, _OF_MARK])
     boxes = np.array([one.box for one in found])
     common = common_areas(boxes)
     areas = np.diagonal(common)
     alike = common > SAME_MARK * (areas + areas[:, np.newaxis] - common)
-    sizes = np.maximum(boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2])
-    shares = (alike * alone).max(1)
-    return np.stack([odds, np.log(votes + 0.3), np.log(sizes), np.log(shares + 0.05)], 1)
+    is_apart = common < _APART * np.minimum(areas, areas[:, np.newaxis])
+    agreed = (alike * chance).sum(1)
+    votes = np.array([one.votes for one in found])
+    longest = np.maximum(boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2])
+    odds = np.log((chance + 1e-4) / (1.0001 - chance)).clip(max=_MOST_ODDS)
+    score = odds + np.array(_WEIGHTS) @ np.log([agreed + 0.3, votes + 0.3, longest])
+    order: list[int] = []
+    for one in np.argsort(-score, kind="stable"):
+        if is_apart[one, order].all():
+            order.append(int(one))
+    return order, judged

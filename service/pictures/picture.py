@@ -17,12 +17,13 @@ from PIL import Image
 from lenet.pixels import HEIGHT, WIDTH, Images
 from service.errors import InvalidInput, TooLarge
 from service.pictures.candidates import candidates
+from service.pictures.doubt import count_shapes, is_no_digit, silhouette
 from service.pictures.headers import Between, Digits, Doubt, Invert
 from service.pictures.ink import FAINTEST, SMALLEST_SEARCHED, Drawing, Ink, find_ink
 from service.pictures.judge import IS_DIGIT, ranked, verdicts
 from service.pictures.picture_files import read_grey
 from service.pictures.separate import MAX_DIGITS, find_digits, in_reading_order
-from service.pictures.shapes import Grey, shapes
+from service.pictures.shapes import Grey
 
 BOX = 20
 """Longer side of a digit in the 28x28 image, in pixels."""
@@ -30,15 +31,9 @@ BOX = 20
 _FLAT = 14
 """Rows of a prepared image. Nearly all digits have 20."""
 
-_INK, _SMALLEST = 100, 8
-"""Level of ink in a prepared image, and pixels of a shape that counts."""
-
-_DOUBTFUL, _UNLIKELY = 0.4, 0.04
+_DOUBTFUL, _UNLIKELY = 0.2, 0.03
 """Probabilities of a digit below which a photograph is searched for another, and an image is warned
-of: 14 of MNIST's 10,000 test images are."""
-
-_SEARCHED = 1 << 19
-"""Pixels that are decoded in the time of a search."""
+of: 11 of MNIST's 10,000 test images are."""
 
 _CENTRE = 14.0
 """MNIST's centre of mass, as a pixel index: with it 59,998 of the 60,000 training images keep their
@@ -88,10 +83,8 @@ def prepare(
     )
     drawing = find_ink(grey, invert)
     if not drawing.ink.any():
-        if digits == "one":
-            between(_SEARCHED)
-            if other := search(grey, invert, 0.0):
-                return Prepared(*other, pixels)
+        if digits == "one" and (other := search(grey, invert, 0.0)):
+            return Prepared(*other, pixels)
         hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
         message = f"{field}: no digit found: the picture is blank, or no ink in it stands out{hint}"
         raise InvalidInput(message, field=field)
@@ -108,27 +101,22 @@ def prepare(
     judged = verdicts(images)
     doubts: list[tuple[int, Doubt]] = []
     for index, image in enumerate(images):
-        may_be_several = digits == "one" and judged[index, 0] < IS_DIGIT and _has_several(image)
-        if may_be_several and len(find_digits(drawing)) > 1:
+        shape = silhouette(image)
+        # A long number is so small that its digits may have become one shape.
+        several = count_shapes(shape) > 1 or np.count_nonzero(image.any(1)) < _FLAT
+        if digits == "one" and several and len(find_digits(drawing)) > 1:
             doubts.append((index, "several_shapes"))
-        elif judged[index, 0] < _UNLIKELY:
+        elif is_no_digit(shape) or judged[index, 0] < _UNLIKELY:
             doubts.append((index, "not_a_digit"))
     # A letter is searched no further: a part of it may look like a digit.
     is_doubtful = not drawing.is_plain and judged[0].sum() < _DOUBTFUL
-    if digits == "one" and is_doubtful:
-        between(_SEARCHED)
-        if other := search(grey, invert, judged[0, 0]):
-            found_image, more = other
-            # That there are several shapes holds for the picture, whichever of them is taken.
-            kept = [one for one in doubts if one[1] == "several_shapes"]
-            return Prepared(found_image, more or kept, pixels)
+    if digits == "one" and is_doubtful and (other := search(grey, invert, judged[0, 0])):
+        found_image, more = other
+        # What the rules say of shapes holds for the picture, whichever part of it is taken.
+        tangled = is_no_digit(silhouette(images[0]))
+        kept = [one for one in doubts if tangled or one[1] == "several_shapes"]
+        return Prepared(found_image, more or kept, pixels)
     return Prepared(images, doubts, pixels)
-
-
-def _has_several(image: NDArray[np.uint8]) -> bool:
-    """Whether there are several shapes in an image, or it is as flat as a long number."""
-    is_flat = np.count_nonzero(image.any(1)) < _FLAT  # its digits may have become one shape
-    return bool(is_flat or np.count_nonzero(shapes(image > _INK).area >= _SMALLEST) > 1)
 
 
 def search(

@@ -3,9 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.judge import Seen, samples, weigh
 from trainer.mnist import Digits
-from trainer.scenes import MARK, NONE, drawn
+from trainer.scenes import MARK, NONE, drawn, samples
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +40,3 @@ def test_a_scene_is_a_picture_with_marks_of_its_size(digits):
             assert share.shape == scene.picture.size[::-1]
             assert 0 <= share.min() <= 0.5 < share.max() <= 1
             assert 0 <= label <= NONE
-
-
-def test_weights_choose_by_what_tells_a_digit():
-    random = np.random.default_rng(3)
-    seen = []
-    for _ in range(60):
-        merits = random.normal(0, 1, (5, 3))
-        is_digit = np.arange(5) == np.argmax(2 * merits[:, 0] + merits[:, 1])
-        seen.append(Seen(merits, is_digit))
-    weights = weigh(seen)
-    np.testing.assert_allclose(weights[1:] / weights[0], [0.5, 0], atol=0.15)
