@@ -29,7 +29,7 @@ train: .venv/dev.stamp ## train with the default recipe (ARGS="fit --out /tmp/we
 
 JUDGE = build/judge
 judge: .venv/dev.stamp ## train the judge of what is found in pictures (DATA=FOLDER with MNIST)
-	$(BIN)/python -m trainer.scenes $(JUDGE)/scenes.npz $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m trainer.judge $(JUDGE)/scenes.npz $(if $(DATA),--data $(DATA))
 	$(BIN)/python -m trainer fit --data $(JUDGE)/scenes.npz --labels $(JUDGE)/scenes.txt \
 	  --model lenet-6-16 --epochs 24 --rotation 4 --scale 0.05 --shear 4 --shift 0.5 --elastic 0.4 \
 	  --smoothing 0.02 --out $(JUDGE) $(ARGS)

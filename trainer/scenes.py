@@ -1,26 +1,16 @@
-"""Drawn scenes with digits of MNIST, and what the service finds in them: what the judge learns.
-
-    python -m trainer.scenes FILE.npz [--data FOLDER] [--scenes N] [--seed N]
+"""Drawn scenes with digits of MNIST, as people photograph them.
 
 A scene is a surface, its surroundings, ruling, clutter and light, drawn at random, with a digit, a
-number, a letter, a scribble or nothing on it. Every candidate that `service.pictures.candidates`
-finds there gets a class: a digit's where it is the digit and nothing else, `mark` where it is a
-letter or sign, `none` for anything else. FILE.npz is for `python -m trainer fit`, with the names of
-the classes in FILE.txt; `make judge` does both.
+number, a letter, a doodle, a scribble or nothing on it. `trainer.judge` makes of them what the
+judge of pictures learns.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,35 +18,21 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
 
 from lenet.pixels import Images
-from trainer.mnist import Digits, load
-from trainer.settings import MNIST_FOLDER
+from trainer.mnist import Digits
 
 Random: TypeAlias = np.random.Generator
 Field: TypeAlias = NDArray[np.floating[Any]]
 """Shares, 0 to 1, or light, (height, width) or (height, width, 3)."""
-Labels: TypeAlias = NDArray[np.int64]
 
 MARK, NONE = 10, 11
 CLASSES = (*map(str, range(10)), "mark", "none")
+"""A digit's, that of another character or sign that is whole, and of anything else."""
 
 _SIDE = 256
 """Longer side of most scenes, as of the copy that the service searches."""
 
 _LETTERS = "AEFHKMNPRTVWXYadefhkmnprtvwxy?!&%#@*+=<>$"
 """Characters that no digit looks like."""
-
-_IS, _IS_NOT = 0.12, 0.25
-"""A candidate is a mark where this share of its pixels, and of the mark's, is beside the other. It
-is none from the second share on, and between the two it is left out."""
-
-_SEEN = 80
-"""Level, of 255, above which a pixel counts there."""
-
-_NONE_KEPT = 0.2
-"""Share of the candidates that are none which are kept; most are."""
-
-_ALONE = 4
-"""Marks drawn alone for each scene."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,107 +41,6 @@ class Scene:
 
     picture: Image.Image
     marks: Sequence[tuple[Field, int]]
-
-
-def samples(digits: Digits, scenes: int, seed: int) -> tuple[Images, Labels]:
-    """Images and classes of the candidates of scenes, of marks drawn alone, all digits, and bars.
-
-    The work is divided over all cores.
-    """
-    workers = len(os.sched_getaffinity(0))
-    parts = np.array_split(np.arange(scenes), workers)
-    # Not by fork: the libraries' threads may hold a lock then.
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        done = list(pool.map(partial(_samples, digits, seed), parts))
-    bars = [_bar(np.random.default_rng((seed, scenes, number))) for number in range(scenes // 2)]
-    images = [digits.images, *(images for images, _ in done), np.array(bars, np.uint8)]
-    ones = np.ones(len(bars), np.int64)
-    labels = [digits.labels.astype(np.int64), *(labels for _, labels in done), ones]
-    return np.concatenate(images), np.concatenate(labels)
-
-
-def _samples(digits: Digits, seed: int, numbers: NDArray[np.intp]) -> tuple[Images, Labels]:
-    images, labels = [np.zeros((0, 28, 28), np.uint8)], []
-    for number in numbers:
-        random = np.random.default_rng((seed, int(number)))
-        alone = (_alone(digits, random) for _ in range(_ALONE))
-        for image, label in chain(alone, _seen(drawn(digits, random))):
-            if label != NONE or random.random() < _NONE_KEPT:
-                images.append(image[np.newaxis])
-                labels.append(label)
-    return np.concatenate(images), np.array(labels, np.int64)
-
-
-def _alone(digits: Digits, random: Random) -> tuple[Images, int]:
-    """A sign, doodle, scribble or two digits in one, as a clean drawing of it."""
-    from service.pictures.picture import normalised
-
-    makes = _sign, _sign, _doodle, _doodle, _scribble, partial(_pair, digits)
-    glyph, label = makes[random.integers(len(makes))](random)
-    share = _placed(random, glyph, (140, 140), 80, (70, 70), random.uniform(0.15, 0.65))
-    return normalised(255 * share) if (share > 0.5).any() else np.zeros((28, 28), np.uint8), label
-
-
-def _bar(random: Random) -> Images:
-    """A straight stroke, which is a 1 though MNIST has few that are quite straight."""
-    from service.pictures.picture import normalised
-
-    picture = Image.new("L", (96, 96))
-    half = random.uniform(2, 14)
-    box = (48 - half, random.uniform(5, 25), 48 + half, random.uniform(70, 92))
-    ImageDraw.Draw(picture).rounded_rectangle(box, half * random.uniform(0, 1), 255)
-    turned = picture.rotate(random.normal(0, 7), Image.Resampling.BILINEAR)
-    return normalised(np.asarray(turned, np.float32))
-
-
-def _pair(digits: Digits, random: Random) -> tuple[Images, int]:
-    """Two digits side by side, uint8 (56, 56)."""
-    both = np.concatenate([_digit(digits, random)[0][:, 2:-2] for _ in range(2)], 1)
-    return np.pad(both, ((14, 14), (4, 4))), NONE
-
-
-def _seen(scene: Scene) -> Iterator[tuple[Images, int]]:
-    """The images of a scene's candidates, and of its marks alone, with their classes."""
-    from service.pictures.candidates import candidates
-    from service.pictures.picture import normalised
-    from service.pictures.shapes import common_areas
-
-    marks: list[tuple[NDArray[np.float64], int, Images]] = []
-    side = max(scene.picture.size)
-    for share, label in scene.marks:
-        clean = normalised(255 * share)
-        yield clean, label
-        rows, columns = np.nonzero(share > 0.5)
-        box = np.array([rows.min(), rows.max() + 1, columns.min(), columns.max() + 1])
-        marks.append((box / side, label, clean))
-    if len(marks) > 1:
-        yield normalised(255 * np.sum([share for share, _ in scene.marks], 0)), NONE
-    for one in candidates(np.asarray(scene.picture.convert("L")), "auto"):
-        image = normalised(one.ink)
-        closest, label = 1.0, NONE
-        for box, of_mark, clean in marks:
-            areas = common_areas(np.array([one.box, box]))
-            if 3 * areas[0, 1] > np.trace(areas):  # half of what both cover
-                beside = _beside(image > _SEEN, clean > _SEEN)
-                closest, label = min((closest, label), (beside, of_mark))
-        if closest > _IS_NOT:
-            label = NONE
-        elif closest > _IS:
-            continue
-        yield image, label
-
-
-def _beside(one: NDArray[np.bool_], other: NDArray[np.bool_]) -> float:
-    """The greater of the shares of each mask's pixels that are not in or next to the other."""
-    shares = [
-        int((mask & ~_grown(near)).sum()) / max(1, int(mask.sum()))
-        for mask, near in ((one, other), (other, one))
-    ]
-    return max(shares)
-
-
-def _grown(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    return np.asarray(Image.fromarray(mask.astype(np.uint8)).filter(ImageFilter.MaxFilter(3))) > 0
 
 
 def drawn(digits: Digits, random: Random) -> Scene:
@@ -202,6 +77,23 @@ def drawn(digits: Digits, random: Random) -> Scene:
     if random.random() < 0.3:
         picture = picture.convert("L")
     return Scene(picture, [(mark, label) for mark, label in marks if (mark > 0.5).any()])
+
+
+def alone(digits: Digits, random: Random) -> tuple[Field, int]:
+    """A sign, doodle, scribble or two digits in one: shares of ink, and the class."""
+    makes = _sign, _sign, _doodle, _doodle, _scribble, partial(_pair, digits)
+    glyph, label = makes[random.integers(len(makes))](random)
+    return _placed(random, glyph, (140, 140), 80, (70, 70), random.uniform(0.15, 0.65)), label
+
+
+def bar(random: Random) -> Field:
+    """A straight stroke, which is a 1 though MNIST has few that are quite straight."""
+    picture = Image.new("L", (96, 96))
+    half = random.uniform(2, 14)
+    box = (48 - half, random.uniform(5, 25), 48 + half, random.uniform(70, 92))
+    ImageDraw.Draw(picture).rounded_rectangle(box, half * random.uniform(0, 1), 255)
+    turned = picture.rotate(random.normal(0, 7), Image.Resampling.BILINEAR)
+    return np.asarray(turned, np.float32) / 255
 
 
 # What is written
@@ -247,6 +139,12 @@ def _marks(digits: Digits, random: Random, height: int, width: int) -> list[tupl
 def _digit(digits: Digits, random: Random) -> tuple[Images, int]:
     one = int(random.integers(len(digits)))
     return digits.images[one], int(digits.labels[one])
+
+
+def _pair(digits: Digits, random: Random) -> tuple[Images, int]:
+    """Two digits side by side, uint8 (56, 56)."""
+    both = np.concatenate([_digit(digits, random)[0][:, 2:-2] for _ in range(2)], 1)
+    return np.pad(both, ((14, 14), (4, 4))), NONE
 
 
 @cache
@@ -621,23 +519,3 @@ def _photographed(random: Random, picture: Image.Image) -> Image.Image:
         picture.save(file, "JPEG", quality=int(random.integers(35, 92)))
         picture = Image.open(file)
     return picture
-
-
-def main() -> None:
-    """Write the file that the judge is trained on."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.scenes")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--data", type=Path, default=MNIST_FOLDER)
-    parser.add_argument("--scenes", type=int, default=6000)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    images, labels = samples(load(arguments.data).train, arguments.scenes, arguments.seed)
-    order = np.random.default_rng(arguments.seed).permutation(len(images))
-    arguments.file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(arguments.file, images=images[order], labels=labels[order])
-    arguments.file.with_suffix(".txt").write_text("\n".join(CLASSES) + "\n")
-    print(f"{arguments.file}: {len(images)} images, of each class {np.bincount(labels).tolist()}")
-
-
-if __name__ == "__main__":
-    main()

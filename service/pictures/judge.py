@@ -1,6 +1,6 @@
 """The judge: a small network that says of a prepared image whether it shows a digit.
 
-`make judge` trains it on the candidates of drawn scenes, `trainer.scenes`. Its classes are the ten
+`make judge` trains it on the candidates of drawn scenes, `trainer.judge`. Its classes are the ten
 digits, `mark` for another character or sign that is whole, and `none` for anything else: parts of
 strokes, two digits in one, edges, ruling, textures.
 """

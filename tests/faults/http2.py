@@ -164,8 +164,9 @@ def connect(port):
     return socket.create_connection(("127.0.0.1", port), PATIENCE_S)
 
 
-def attack(port, kind, until_s, sent):
-    """Send on one connection after another until `until_s`, in `time.monotonic()`."""
+def attack(port, kind, duration_s):
+    """Send on one connection after another for that long. Returns: how many there were."""
+    until_s, connections = time.monotonic() + duration_s, 0
     while time.monotonic() < until_s:
         with contextlib.suppress(OSError), connect(port) as one:
             one.settimeout(5)
@@ -178,7 +179,6 @@ def attack(port, kind, until_s, sent):
                         time.sleep(some)
                         continue
                     one.sendall(some)
-                    sent[0] += len(some)
                     if time.monotonic() > until_s:
                         break
                 else:
@@ -187,7 +187,8 @@ def attack(port, kind, until_s, sent):
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
                 drain.join()
-        sent[1] += 1
+        connections += 1
+    return connections
 
 
 def _read(connection):

@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from trainer.judge import samples
 from trainer.mnist import Digits
-from trainer.scenes import MARK, NONE, drawn, samples
+from trainer.scenes import MARK, NONE, drawn
 
 
 @pytest.fixture(scope="module")

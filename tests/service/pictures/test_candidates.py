@@ -30,9 +30,9 @@ def test_each_shape_is_a_candidate_alone_and_with_the_part_near_it(paper, ink):
 def test_a_candidate_is_its_own_ink_alone():
     image = picture()
     image[40:60, 72:75] = 40  # within the box of the stroke and its part
-    for one in candidates(image, "true"):
-        if one.box == (20 / 200, 70 / 200, 60 / 200, 68 / 200):
-            assert np.count_nonzero(one.ink > one.ink.max() / 2) == 50 * 8
+    strokes = [one for one in candidates(image, "true") if boxes([one]) == {(20, 70, 60, 68)}]
+    assert strokes
+    assert {np.count_nonzero(one.ink > one.ink.max() / 2) for one in strokes} == {50 * 8}
 
 
 def test_a_small_picture_is_enlarged_to_be_searched():
