@@ -29,11 +29,11 @@ train: .venv/dev.stamp ## train with the default recipe (ARGS="fit --out /tmp/we
 
 JUDGE = build/judge
 judge: .venv/dev.stamp ## train the judge of what is found in pictures (DATA=FOLDER with MNIST)
-	$(BIN)/python -m trainer.judge $(JUDGE)/scenes.npz $(if $(DATA),--data $(DATA))
+	$(BIN)/python -m trainer.judge samples $(JUDGE)/scenes.npz $(if $(DATA),--data $(DATA))
 	$(BIN)/python -m trainer fit --data $(JUDGE)/scenes.npz --labels $(JUDGE)/scenes.txt \
-	  --model lenet-6-16 --epochs 24 --rotation 4 --scale 0.05 --shear 4 --shift 0.5 --elastic 0.4 \
+	  --model trainer/judge.json --epochs 10 --rotation 4 --scale 0.05 --shear 4 --shift 0.5 --elastic 0.4 \
 	  --smoothing 0.02 --out $(JUDGE) $(ARGS)
-	cp "$$(ls -t $(JUDGE)/lenet-6-16/*.safetensors | head -1)" service/pictures/judge.safetensors
+	cp "$$(ls -t $(JUDGE)/judge/*.safetensors | head -1)" service/pictures/judge.safetensors
 
 load-test: .venv/dev.stamp ## drive a running service (ARGS="--mode open --rate 500")
 	$(BIN)/python -m benchmarks.load_test $(ARGS)

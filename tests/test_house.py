@@ -122,6 +122,7 @@ def test_a_console_script_returns_its_exit_code_when_a_flag_is_wrong(script):
 ABOUT_OTHER_THINGS = {
     "lenet/cuda/test_emulated.py": "kernels of lenet and trainer, compiled for the host",
     "service/api/test_names.py": "the names of classes in answers of every door",
+    "service/pictures/test_several.py": "numbers: `digits=several` of service/pictures/picture.py",
     "trainer/test_kill.py": "whole runs that are killed",
     "trainer/test_statements.py": "rows of docs/reference/statements.md",
     "trainer/test_weights.py": "the committed weight files",

@@ -25,7 +25,7 @@ from lenet.pixels import HEIGHT, WIDTH, Images
 from lenet.weightfile import MAX_LABEL_CHARACTERS, is_label
 from trainer.errors import DatasetUnavailable, InvalidDataset
 
-MAX_FILE_BYTES = 256 * 1024 * 1024
+MAX_FILE_BYTES = 1024 * 1024 * 1024
 MAX_CLASSES = 256
 """A label is a byte."""
 

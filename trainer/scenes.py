@@ -46,7 +46,7 @@ class Scene:
 def drawn(digits: Digits, random: Random) -> Scene:
     """A scene."""
     is_plain = random.random() < 0.2
-    ratio = random.choice([1, 1, 4 / 3, 3 / 4, 1.5, 0.6, 2.2])
+    ratio = random.choice([1, 1, 4 / 3, 3 / 4, 1.5, 0.6, 2.2, 0.3], p=[0.15] * 6 + [0.06, 0.04])
     side = _SIDE if random.random() < 0.75 else int(random.integers(60, _SIDE))
     height, width = max(24, int(side / max(ratio, 1))), max(24, int(side * min(ratio, 1)))
     marks = _marks(digits, random, height, width)
@@ -68,6 +68,9 @@ def drawn(digits: Digits, random: Random) -> Scene:
         scene = _surface(random, scene, share)
         if random.random() < 0.25:
             share = share * (1 - random.uniform(0, 0.5) * _cloud(random, share.shape, 4, 4))
+        if random.random() < 0.08:  # a dry pen, which leaves gaps
+            cell = int(random.integers(3, 10))
+            share = share * (_cloud(random, share.shape, cell, cell) > random.uniform(0.1, 0.35))
     scene += (ink - scene) * share[..., np.newaxis]
     if not is_plain:
         scene = _lit(random, scene)
@@ -81,7 +84,7 @@ def drawn(digits: Digits, random: Random) -> Scene:
 
 def alone(digits: Digits, random: Random) -> tuple[Field, int]:
     """A sign, doodle, scribble or two digits in one: shares of ink, and the class."""
-    makes = _sign, _sign, _doodle, _doodle, _scribble, partial(_pair, digits)
+    makes = _sign, _sign, _doodle, _doodle, _scribble, _word, partial(_pair, digits)
     glyph, label = makes[random.integers(len(makes))](random)
     return _placed(random, glyph, (140, 140), 80, (70, 70), random.uniform(0.15, 0.65)), label
 
@@ -102,8 +105,8 @@ def bar(random: Random) -> Field:
 def _marks(digits: Digits, random: Random, height: int, width: int) -> list[tuple[Field, int]]:
     """The shares of ink of each mark, and its class."""
     what = random.choice(
-        ["digit", "number", "sign", "doodle", "scribble", "nothing"],
-        p=[0.46, 0.14, 0.13, 0.12, 0.08, 0.07],
+        ["digit", "number", "sign", "doodle", "scribble", "word", "nothing"],
+        p=[0.38, 0.21, 0.12, 0.11, 0.05, 0.06, 0.07],
     )
     shape = height, width
     if what == "nothing":
@@ -131,6 +134,7 @@ def _marks(digits: Digits, random: Random, height: int, width: int) -> list[tupl
         "sign": _sign,
         "doodle": _doodle,
         "scribble": _scribble,
+        "word": _word,
     }
     glyph, label = draws[what](random)
     return [(_placed(random, glyph, shape, size, (row, column), random.uniform(0.12, 0.7)), label)]
@@ -152,13 +156,52 @@ def _font(size: int) -> Any:
     return ImageFont.load_default(size)
 
 
+_CORNERS: dict[int, Sequence[tuple[float, float]]] = {
+    25: [(0.1, 0.55), (0.35, 0.9), (0.95, 0.1)],
+    27: [(0, 0.35), (0.55, 0.35), (0.55, 0.1), (1, 0.5), (0.55, 0.9), (0.55, 0.65), (0, 0.65)],
+    28: [(0.5, 0), (1, 0.5), (0.5, 1), (0, 0.5)],
+}
+"""Corners of a tick, an arrow and a diamond, by number of the sign."""
+
+
+def _word(random: Random) -> tuple[Images, int]:
+    """Letters side by side, of which some alone would look like digits, uint8 (192, 192)."""
+    picture = Image.new("L", (192, 192))
+    draw = ImageDraw.Draw(picture)
+    letters = "".join(random.choice(list("abcdefghijklmnopqrstuvwxyz"), random.integers(2, 8)))
+    if random.random() < 0.3:
+        letters = letters.upper() if random.random() < 0.5 else letters.capitalize()
+    font = _font(int(min(110, 300 / len(letters))))
+    draw.text((96, 96), letters, 255, font, anchor="mm", stroke_width=int(random.integers(0, 3)))
+    return np.asarray(picture), MARK
+
+
 def _sign(random: Random) -> tuple[Images, int]:
     """A letter or sign, bent as a hand would bend it, uint8 (96, 96)."""
     picture = Image.new("L", (96, 96))
     draw = ImageDraw.Draw(picture)
     width = int(random.integers(4, 12))
-    kind = random.integers(0, 25)
-    if kind == 0:
+    kind = random.integers(0, 29)
+    corners = _CORNERS.get(int(kind))
+    if corners is not None:
+        moved = np.array(corners) + random.normal(0, 0.04, (len(corners), 2))
+        at = (48 + 80 * (moved - 0.5)).ravel().tolist()
+        if kind == 25:  # a tick
+            draw.line(at, 255, width, "curve")
+        else:
+            draw.polygon(at, 255 if random.random() < 0.5 else None, 255, width // 2 + 1)
+        if kind > 26:
+            turned = picture.rotate(90 * random.integers(0, 4) + random.normal(0, 10))
+            return _bent(random, turned), MARK
+    elif kind == 26:  # a heart
+        is_full = random.random() < 0.5
+        for left in (12, 44):
+            draw.ellipse((left, 15, left + 40, 55), 255)
+        draw.polygon((15, 46, 81, 46, 48, 86), 255)
+        if not is_full:
+            inner = picture.resize((96 - 3 * width,) * 2)
+            picture.paste(0, (48 - inner.width // 2, 48 - inner.width // 2), inner)
+    elif kind == 0:
         draw.line((15, 50, 80, 50), fill=255, width=width)
         draw.line((55, 30, 80, 50, 55, 70), fill=255, width=width)
     elif kind == 1:
@@ -239,8 +282,13 @@ def _scribble(random: Random) -> tuple[Images, int]:
     """Strokes without a meaning, a blot, or two signs in one: nothing that the judge takes."""
     picture = Image.new("L", (96, 96))
     draw = ImageDraw.Draw(picture)
-    kind = random.integers(0, 4)
-    if kind == 0:
+    kind = random.integers(0, 5)
+    if kind == 4:  # too wide for a 1
+        low = random.uniform(8, 25, 2)
+        draw.rounded_rectangle(
+            (*low, *(low + random.uniform(45, 65, 2))), random.uniform(0, 15), 255
+        )
+    elif kind == 0:
         middle = random.uniform(20, 76, 2)
         for _ in range(int(random.integers(1, 4))):
             radii = random.uniform(10, 34, 2)
@@ -512,7 +560,7 @@ def _photographed(random: Random, picture: Image.Image) -> Image.Image:
         picture = picture.filter(ImageFilter.GaussianBlur(random.uniform(0.3, most)))
     if random.random() < 0.6:
         shape = (picture.height, picture.width, 3 if random.random() < 0.5 else 1)
-        noise = random.normal(0, 1 + abs(random.normal(0, 6)), shape)
+        noise = random.normal(0, 1 + abs(random.normal(0, 8)), shape)
         picture = Image.fromarray((np.asarray(picture) + noise).clip(0, 255).astype(np.uint8))
     if random.random() < 0.35:
         file = io.BytesIO()

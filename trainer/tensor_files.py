@@ -20,7 +20,7 @@ from safetensors import SafetensorError, deserialize
 
 from trainer.errors import InvalidImport
 
-MAX_FILE_BYTES = 256 * 1024 * 1024
+MAX_FILE_BYTES = 1024 * 1024 * 1024
 """Limit of a file, and of the unpacked size of an npz."""
 
 MAX_TENSORS = 10_000

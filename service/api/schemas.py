@@ -207,8 +207,8 @@ class PredictionWarning(BaseModel):
 
     image: int = Field(description="Index of the prediction.", ge=0)
     code: str = Field(
-        description="several_shapes: the picture shows several separate shapes, which were read as "
-        "one digit. not_a_digit: the shape is unlike any digit. looks_inverted, looks_wider, "
+        description="several_shapes: the picture shows several digits, of which one was read. "
+        "not_a_digit: the shape is unlike any digit. looks_inverted, looks_wider, "
         "looks_transposed: an array is bright, of float32, or transposed. More codes may follow.",
         examples=["several_shapes"],
     )

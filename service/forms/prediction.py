@@ -30,8 +30,8 @@ from service.forms.reader import ARRAYS, OCTETS, Limits, NeedsProcess, Reader
 from service.pictures.headers import Between, Digits, Doubt, Invert
 
 WARNINGS: Mapping[Doubt, str] = {
-    "several_shapes": "the picture shows several separate shapes, which were read as one digit; "
-    "with ?digits=several each is read on its own",
+    "several_shapes": "the picture shows several digits, of which one was read; with "
+    "?digits=several each is read",
     "not_a_digit": "the shape is unlike any digit, so label and confidence mean nothing; "
     "expected one digit on plain paper",
     "looks_inverted": "most pixels are bright, as of dark ink, but 255 is ink; send 255 - x, or "

@@ -1,55 +1,47 @@
-"""A picture of any size -> uint8 (n, 28, 28), each digit normalised like MNIST's images.
-
-Source: Y. LeCun, https://yann.lecun.com/exdb/mnist: "size normalized to fit in a 20x20 pixel box
-while preserving their aspect ratio ... centered in a 28x28 image by computing the center of mass".
-"""
+"""A picture of any size -> uint8 (n, 28, 28), each digit normalised like MNIST's images."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 
-from lenet.pixels import HEIGHT, WIDTH, Images
+from lenet.pixels import Images
 from service.errors import InvalidInput, TooLarge
-from service.pictures.candidates import candidates
-from service.pictures.doubt import count_shapes, is_no_digit, silhouette
+from service.pictures.candidates import SAME_MARK, Box, Candidate, candidates, drawing
 from service.pictures.headers import Between, Digits, Doubt, Invert
-from service.pictures.ink import FAINTEST, SMALLEST_SEARCHED, Drawing, Ink, find_ink
-from service.pictures.judge import IS_DIGIT, ranked, verdicts
+from service.pictures.judge import IS_DIGIT, MAY_BE_DIGIT, ranked, verdicts
+from service.pictures.normalise import normalised
 from service.pictures.picture_files import read_grey
-from service.pictures.separate import MAX_DIGITS, find_digits, in_reading_order
-from service.pictures.shapes import Grey
+from service.pictures.shapes import Grey, common_areas
 
-BOX = 20
-"""Longer side of a digit in the 28x28 image, in pixels."""
+_NO_DIGIT = 0.3
+"""Chance below which what was found is warned of as no digit."""
 
-_FLAT = 14
-"""Rows of a prepared image. Nearly all digits have 20."""
+_SEARCHED = 1 << 19
+"""Pixels whose decoding takes as long as a search."""
 
-_DOUBTFUL, _UNLIKELY = 0.2, 0.03
-"""Probabilities of a digit below which a photograph is searched for another, and an image is warned
-of: 11 of MNIST's 10,000 test images are."""
+MAX_DIGITS = 64
+"""The most digits in one picture."""
 
-_CENTRE = 14.0
-"""MNIST's centre of mass, as a pixel index: with it 59,998 of the 60,000 training images keep their
-position, with 13.5 (the middle of the image) 25 % do."""
+_IN_LINE = 0.03
+"""Probability from which a mark beside a digit is one."""
 
-_DARK_ENOUGH = 230.0
-"""Fainter ink is stretched to 255. In every MNIST image ink reaches at least 254."""
+_TALL = 0.45
+"""Minimum height of a digit of several, of the tallest one's."""
+
+Found: TypeAlias = tuple[Images, Sequence[tuple[int, Doubt]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The images of a picture, uint8 (n, 28, 28), doubts by image, and its number of pixels."""
+    """The images of a picture, uint8 (n, 28, 28), its number of pixels, and doubts by image."""
 
     images: Images
-    doubts: Sequence[tuple[int, Doubt]]
     pixels: int
+    doubts: Sequence[tuple[int, Doubt]]
 
 
 def prepare(
@@ -65,10 +57,13 @@ def prepare(
 ) -> Prepared:
     """The digits in a picture, each cropped, scaled and centred like MNIST's.
 
+    Ink on even paper is taken as it is, if the judge says that it is a digit. Any other picture is
+    searched for the marks that are.
+
     `invert`: "true" is dark ink on light paper, "false" light ink on dark paper, "auto" detects
-    which of the two it is. `digits`: "one" takes everything that is drawn for one digit, "several"
-    takes it apart, in reading order. `max_pixels` is the limit of the whole request, of which
-    `used_pixels` are taken; `between` is called before they are decoded.
+    which of the two it is. `digits`: "one" takes a picture for one digit, "several" takes it apart,
+    in reading order. `max_pixels` is the limit of the whole request, of which `used_pixels` are
+    taken; `between` is called before they are decoded.
 
     Raises: InvalidInput (another type, damaged, no digit), TooLarge (too many pixels or digits).
     """
@@ -81,120 +76,92 @@ def prepare(
         used_pixels=used_pixels,
         between=between,
     )
-    drawing = find_ink(grey, invert)
-    if not drawing.ink.any():
-        if digits == "one" and (other := search(grey, invert, 0.0)):
-            return Prepared(*other, pixels)
+    whole, mark = drawing(grey, invert), 0.0
+    if whole is not None:
+        images = normalised(whole.ink)[np.newaxis]
+        digit, mark = verdicts(whole.view[np.newaxis])[0].tolist()
+        if digit >= (MAY_BE_DIGIT if digits == "one" else IS_DIGIT):
+            return Prepared(images, pixels, [])
+    between(_SEARCHED)
+    found = _searched(grey, invert, digits, whole, is_mark=mark >= MAY_BE_DIGIT)
+    if found is None:
         hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
         message = f"{field}: no digit found: the picture is blank, or no ink in it stands out{hint}"
         raise InvalidInput(message, field=field)
-    found = find_digits(drawing) if digits == "several" else []
-    if len(found) > MAX_DIGITS:
+    images, doubts = found
+    if len(images) > MAX_DIGITS:
         raise TooLarge(
-            f"{field}: got {len(found)} shapes, expected at most {MAX_DIGITS} digits in a picture; "
-            "cut it into several",
+            f"{field}: got {len(images)} shapes, expected at most {MAX_DIGITS} digits in a "
+            "picture; cut it into several",
             field=field,
         )
-    alone = (one.alone(drawing) for one in in_reading_order(found))
-    drawings = alone if len(found) > 1 else [drawing]
-    images = np.stack([_centred(_scaled(one)) for one in drawings])
-    judged = verdicts(images)
-    doubts: list[tuple[int, Doubt]] = []
-    for index, image in enumerate(images):
-        shape = silhouette(image)
-        # A long number is so small that its digits may have become one shape.
-        several = count_shapes(shape) > 1 or np.count_nonzero(image.any(1)) < _FLAT
-        if digits == "one" and several and len(find_digits(drawing)) > 1:
-            doubts.append((index, "several_shapes"))
-        elif is_no_digit(shape) or judged[index, 0] < _UNLIKELY:
-            doubts.append((index, "not_a_digit"))
-    # A letter is searched no further: a part of it may look like a digit.
-    is_doubtful = not drawing.is_plain and judged[0].sum() < _DOUBTFUL
-    if digits == "one" and is_doubtful and (other := search(grey, invert, judged[0, 0])):
-        found_image, more = other
-        # What the rules say of shapes holds for the picture, whichever part of it is taken.
-        tangled = is_no_digit(silhouette(images[0]))
-        kept = [one for one in doubts if tangled or one[1] == "several_shapes"]
-        return Prepared(found_image, more or kept, pixels)
-    return Prepared(images, doubts, pixels)
+    return Prepared(images, pixels, doubts)
 
 
-def search(
-    grey: Grey, invert: Invert, least: float
-) -> tuple[Images, Sequence[tuple[int, Doubt]]] | None:
-    """The best candidate, where the judge believes in it, and more than `least`."""
-    if min(grey.shape) < SMALLEST_SEARCHED or int(grey.max()) - int(grey.min()) < FAINTEST:
-        return None
-    found = candidates(grey, invert)
+def _searched(
+    grey: Grey, invert: Invert, digits: Digits, whole: Candidate | None, *, is_mark: bool = False
+) -> Found | None:
+    """The digits of a picture, and doubts; None where there is nothing that may be one."""
+    found = candidates(grey, invert, digits)
+    if whole is not None:
+        found.append(whole)
     if not found:
         return None
-    images = np.stack([normalised(one.ink) for one in found])
-    (best, *others), judged = ranked(found, images)
-    if judged[best, 0] < max(IS_DIGIT, least):
-        return None
-    height = [bottom - top for top, bottom, *_ in (one.box for one in found)]
-    is_alone = all(judged[one, 0] < IS_DIGIT or 2 * height[one] < height[best] for one in others)
-    return images[[best]], [] if is_alone else [(0, "several_shapes")]
+    judged = ranked(found)
+    best = judged[0]
+    boxes = {one.index: found[one.index].box for one in judged}
+    height = {one: bottom - top for one, (top, bottom, _, _) in boxes.items()}
+    if digits == "one":
+        others = [one.index for one in judged[1:] if one.digit > IS_DIGIT]
+        doubt: Doubt | None = None
+        if best.chance < _NO_DIGIT:
+            doubt = "not_a_digit"
+        elif any(2 * height[one] >= height[best.index] for one in others):
+            doubt = "several_shapes"
+        chosen = found[best.index]
+        # All ink is a letter or sign, no part of which is a digit; or the same mark, not scaled.
+        if whole is not None and (
+            (is_mark and best.digit < MAY_BE_DIGIT) or _is_same(chosen.box, whole.box)
+        ):
+            chosen = whole
+        return normalised(chosen.ink)[np.newaxis], [(0, doubt)] if doubt else []
+    sure = [one.index for one in judged if one.digit >= MAY_BE_DIGIT] or [best.index]
+    least_height = _TALL * max(height[one] for one in sure)
+    # Beside a digit and as tall as it, a shape is one that is hard to read, or a sign.
+    for one in judged:
+        is_likely = one.digit >= _IN_LINE or one.mark >= MAY_BE_DIGIT
+        is_beside = any(_in_line(boxes[one.index], boxes[it]) for it in sure)
+        if is_likely and is_beside and one.index not in sure:
+            sure.append(one.index)
+    order = reading_order({one: boxes[one] for one in sure if height[one] >= least_height})
+    digit = {one.index: one.digit for one in judged}
+    doubtful = (at for at, one in enumerate(order) if digit[one] < _IN_LINE)
+    images = np.stack([normalised(found[one].ink) for one in order])
+    return images, [(at, "not_a_digit") for at in doubtful]
 
 
-def normalised(ink: Ink) -> NDArray[np.uint8]:
-    """Ink without noise, (height, width), as an image of MNIST, uint8 (28, 28)."""
-    return _centred(_scaled(Drawing(ink, 0.0)))
+def _is_same(one: Box, other: Box) -> bool:
+    common = common_areas(np.array([one, other]))
+    return bool(common[0, 1] > SAME_MARK * (np.trace(common) - common[0, 1]))
 
 
-def _scaled(drawing: Drawing) -> Ink:
-    """The ink's bounding box, its longer side scaled to `BOX`, and a margin of one pixel.
-
-    A box of 19 to 21 pixels is not resampled, so MNIST's own images stay as they are. Scaling
-    makes thin strokes faint, and pencil is faint already: ink below `_DARK_ENOUGH` is stretched.
-    """
-    ink, drawn = drawing.ink, drawing.drawn
-    rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
-    height, width = int(rows[-1] - rows[0]) + 1, int(columns[-1] - columns[0]) + 1
-    longer = max(height, width)
-    scale = 1.0 if abs(longer - BOX) <= 1 else BOX / longer
-    size_y, size_x = max(1, round(height * scale)), max(1, round(width * scale))
-    step_y, step_x = height / size_y, width / size_x
-    margin = math.ceil(max(step_y, step_x))
-    # The box and its margin, with nothing beyond the picture.
-    top, left = int(rows[0]) - margin, int(columns[0]) - margin
-    padded = np.zeros((height + 2 * margin, width + 2 * margin), np.float32)
-    inside = ink[max(top, 0) : top + padded.shape[0], max(left, 0) : left + padded.shape[1]]
-    first = max(-top, 0), max(-left, 0)
-    padded[first[0] : first[0] + inside.shape[0], first[1] : first[1] + inside.shape[1]] = inside
-    if scale == 1:
-        patch: Ink = padded[margin - 1 : margin + height + 1, margin - 1 : margin + width + 1]
-    else:
-        near = (margin - step_x, margin - step_y)
-        far = (margin + width + step_x, margin + height + step_y)
-        patch = np.asarray(
-            Image.fromarray(padded).resize(
-                (size_x + 2, size_y + 2),
-                Image.Resampling.BOX if scale <= 1 else Image.Resampling.BICUBIC,
-                box=(*near, *far),
-            )
-        )
-    strong = patch[patch > patch.max() / 2]
-    place = 0.9 * (strong.size - 1)
-    below = int(place)
-    # The 90th percentile; NumPy's function takes ten times as long.
-    strong.partition((below, min(below + 1, strong.size - 1)))
-    strokes = float(strong[below])
-    strokes += (float(strong[min(below + 1, strong.size - 1)]) - strokes) * (place - below)
-    if strokes < _DARK_ENOUGH:
-        patch = patch * (255 / strokes)
-    clipped: Ink = np.clip(patch, 0, 255)
-    return clipped
+def _in_line(one: Box, other: Box) -> bool:
+    """Whether at least half of the taller one's rows are rows of both."""
+    common = min(one[1], other[1]) - max(one[0], other[0])
+    return 2 * common >= max(one[1] - one[0], other[1] - other[0])
 
 
-def _centred(patch: Ink) -> NDArray[np.uint8]:
-    """uint8 (28, 28) with the patch's centre of mass at its centre, no ink beyond its edge."""
-    height, width = patch.shape
-    total = patch.sum(dtype=np.float64)
-    top = int(np.floor(_CENTRE - patch.sum(1) @ np.arange(height) / total + 0.5))
-    left = int(np.floor(_CENTRE - patch.sum(0) @ np.arange(width) / total + 0.5))
-    # The patch's outermost pixels are its margin and may lie outside.
-    top, left = min(max(top, -1), HEIGHT + 1 - height), min(max(left, -1), WIDTH + 1 - width)
-    field = np.zeros((HEIGHT + 2, WIDTH + 2), np.float32)
-    field[top + 1 : top + 1 + height, left + 1 : left + 1 + width] = patch
-    return np.rint(field[1:-1, 1:-1]).astype(np.uint8)
+def reading_order(boxes: Mapping[int, Box]) -> list[int]:
+    """The keys of boxes in lines from top to bottom, each from left to right."""
+    lines: list[list[int]] = []
+    for one in sorted(boxes, key=lambda one: boxes[one][2] + boxes[one][3]):
+        top, bottom = boxes[one][:2]
+        for line in lines:
+            above, below = boxes[line[-1]][:2]  # the line may slope
+            if min(bottom, below) - max(top, above) >= 0.4 * min(bottom - top, below - above):
+                line.append(one)
+                break
+        else:
+            lines.append([one])
+    lines.sort(key=lambda line: sum(sum(boxes[one][:2]) for one in line) / len(line))
+    return [one for line in lines for one in line]

@@ -1,4 +1,4 @@
-"""Connected shapes in a mask, openings that remove what is thin, a threshold; NumPy alone."""
+"""Connected shapes in a mask, closings and openings, a threshold; NumPy alone."""
 
 from __future__ import annotations
 
@@ -19,16 +19,13 @@ Item = TypeVar("Item", bound=np.generic)
 class Shapes:
     """The connected shapes of a mask, numbered from 0 by their first pixel, row by row.
 
-    Diagonal neighbours are connected. Boxes are half-open. All arrays but those of the runs have
-    one item a shape.
+    Diagonal neighbours are connected. `area` has one item a shape, and `boxes` its first row, the
+    row behind its last, and its columns likewise, (n, 4). The others have one item for each
+    horizontal run of pixels.
     """
 
-    size: tuple[int, int]
     area: Numbers
-    top: Numbers
-    bottom: Numbers
-    left: Numbers
-    right: Numbers
+    boxes: Numbers
     shape_of_run: Numbers
     run_row: Numbers
     run_left: Numbers
@@ -40,37 +37,12 @@ class Shapes:
     @property
     def height(self) -> Numbers:
         """Heights of their boxes."""
-        return self.bottom - self.top
-
-    @property
-    def width(self) -> Numbers:
-        """Widths of their boxes."""
-        return self.right - self.left
-
-    def mask(self, selected: Mask) -> Mask:
-        """The pixels of the selected shapes."""
-        runs = selected[self.shape_of_run]
-        height, width = self.size
-        steps = np.zeros(height * (width + 1), np.int8)
-        row = self.run_row[runs] * (width + 1)
-        steps[row + self.run_left[runs]] = 1
-        steps[row + self.run_right[runs]] -= 1
-        filled: Mask = np.cumsum(steps, dtype=np.int8).reshape(height, width + 1)[:, :-1] != 0
-        return filled
-
-    def only(self, one: int) -> Mask:
-        """The pixels of one shape."""
-        return self.mask(np.arange(len(self)) == one)
-
-    @property
-    def boxes(self) -> Numbers:
-        """First row, row behind the last, first column, column behind the last, (n, 4)."""
-        return np.stack([self.top, self.bottom, self.left, self.right], 1)
+        return self.boxes[:, 1] - self.boxes[:, 0]
 
     @property
     def longest(self) -> Numbers:
         """Longer sides of their boxes."""
-        longest: Numbers = np.maximum(self.height, self.width)
+        longest: Numbers = np.maximum(self.height, self.boxes[:, 3] - self.boxes[:, 2])
         return longest
 
     @cached_property
@@ -79,7 +51,7 @@ class Shapes:
         order = np.argsort(self.shape_of_run, kind="stable")
         return order, np.searchsorted(self.shape_of_run[order], np.arange(len(self) + 1))
 
-    def cut(self, members: Numbers, top: int, bottom: int, left: int, right: int) -> Mask:
+    def mask(self, members: Numbers, top: int, bottom: int, left: int, right: int) -> Mask:
         """The pixels of some shapes within a box that holds them all."""
         order, begins = self._runs
         runs = np.concatenate([order[begins[one] : begins[one + 1]] for one in members])
@@ -90,39 +62,6 @@ class Shapes:
         filled: Mask = np.cumsum(steps, axis=1, dtype=np.int8)[:, :-1] != 0
         return filled
 
-    def sum_of_runs(self, weights: NDArray[Any]) -> Numbers:
-        """Sum of `weights`, one for each run, over the runs of each shape."""
-        return np.bincount(self.shape_of_run, weights, len(self)).astype(np.intp)
-
-    def on_frame(self) -> Numbers:
-        """Number of pixels of each shape on the outermost ring of the mask."""
-        height, width = self.size
-        ends = (self.run_left == 0).astype(np.intp) + (self.run_right == width)
-        whole = (self.run_row == 0) | (self.run_row == height - 1)
-        return self.sum_of_runs(np.where(whole, self.run_right - self.run_left, ends))
-
-    def on_own_box(self) -> NDArray[np.float64]:
-        """Least share of a side of its box that each shape fills."""
-        shape, length = self.shape_of_run, self.run_right - self.run_left
-        first = self.sum_of_runs(np.where(self.run_row == self.top[shape], length, 0))
-        last = self.sum_of_runs(np.where(self.run_row == self.bottom[shape] - 1, length, 0))
-        left = self.sum_of_runs((self.run_left == self.left[shape]).astype(np.intp))
-        right = self.sum_of_runs((self.run_right == self.right[shape]).astype(np.intp))
-        least: NDArray[np.float64] = np.minimum(
-            np.minimum(first, last) / self.width, np.minimum(left, right) / self.height
-        )
-        return least
-
-    def outline(self, shape: int) -> tuple[Numbers, Numbers]:
-        """Columns at which each row of a shape begins and ends, from its top to its bottom."""
-        runs = self.shape_of_run == shape
-        row = self.run_row[runs] - self.top[shape]
-        begins = np.full(int(self.height[shape]), self.size[1], np.intp)
-        ends = np.zeros_like(begins)
-        np.minimum.at(begins, row, self.run_left[runs])
-        np.maximum.at(ends, row, self.run_right[runs])
-        return begins, ends
-
 
 def count(mask: Mask) -> int:
     """Pixels of a mask."""
@@ -131,7 +70,7 @@ def count(mask: Mask) -> int:
 
 def count_runs(mask: Mask) -> int:
     """About how many horizontal runs a mask has: what `shapes` takes time for."""
-    return count(mask[:, 1:] & ~mask[:, :-1])
+    return count(mask[:, 1:] > mask[:, :-1])
 
 
 def shapes(mask: Mask) -> Shapes:
@@ -155,26 +94,15 @@ def shapes(mask: Mask) -> Shapes:
     above = np.arange(len(below)) - np.repeat(np.cumsum(count) - count, count) + first[below]
     root = _roots(len(begin), below, above)
     heads, number = np.unique(root, return_inverse=True)
-    found = len(heads)
     left, right = begin - row * (width + 1), end - row * (width + 1)
-    leftmost, rightmost = np.full(found, width, np.intp), np.zeros(found, np.intp)
-    np.minimum.at(leftmost, number, left)
-    np.maximum.at(rightmost, number, right)
-    bottom = np.zeros(found, np.intp)
-    np.maximum.at(bottom, number, row + 1)
-    area = np.bincount(number, end - begin, found).astype(np.intp)
-    return Shapes(
-        (height, width),
-        area,
-        row[heads],
-        bottom,
-        leftmost,
-        rightmost,
-        number,
-        row,
-        left,
-        right,
-    )
+    boxes = np.zeros((len(heads), 4), np.intp)
+    boxes[:, 0] = row[heads]
+    boxes[:, 2] = width
+    np.maximum.at(boxes[:, 1], number, row + 1)
+    np.minimum.at(boxes[:, 2], number, left)
+    np.maximum.at(boxes[:, 3], number, right)
+    area = np.bincount(number, end - begin, len(heads)).astype(np.intp)
+    return Shapes(area, boxes, number, row, left, right)
 
 
 def _roots(count: int, one: Numbers, other: Numbers) -> Numbers:
@@ -211,30 +139,33 @@ def closed(pixels: NDArray[Item], size: int) -> NDArray[Item]:
     before, behind = size // 2, size - 1 - size // 2
     for best, margin in ((np.maximum, (before, behind)), (np.minimum, (behind, before))):
         pixels = np.pad(pixels, margin, "edge")
-        pixels = extreme(extreme(pixels, size, best, 0), size, best, 1)
+        pixels = _extreme(_extreme(pixels, size, best, 0), size, best, 1)
     return pixels
 
 
 def opened(mask: Mask, size: int) -> Mask:
     """Morphological opening of `mask` by a square of `size` x `size` pixels."""
-    if size <= 1:
-        return mask
-    covered = extreme(extreme(mask, size, np.logical_and, 0), size, np.logical_and, 1)
-    found = np.zeros_like(mask)
-    found[: covered.shape[0], : covered.shape[1]] = covered
-    return _spread(_spread(found, size, 0), size, 1)
+    if size > min(mask.shape):
+        return np.zeros_like(mask)
+    covered = _extreme(_extreme(mask, size, np.logical_and, 0), size, np.logical_and, 1)
+    return _spread(covered, size)
 
 
-def dilated(mask: Mask, reach: int) -> Mask:
-    """All pixels at most `reach` rows and columns away from the mask."""
-    if reach <= 0:
-        return mask
-    wide = np.pad(mask, ((0, reach), (0, reach)))
-    spread = _spread(_spread(wide, 2 * reach + 1, 0), 2 * reach + 1, 1)
-    return spread[reach:, reach:]
+def grown(mask: Mask, reach: int) -> Mask:
+    """All pixels at most `reach` rows and columns away from the mask, with a margin of as many."""
+    return _spread(mask, 2 * reach + 1)
 
 
-def extreme(pixels: NDArray[Item], size: int, best: np.ufunc, axis: int) -> NDArray[Item]:
+def _spread(mask: Mask, size: int) -> Mask:
+    """Every pixel as a square of `size` x `size` that begins at it: (height, width) + size - 1."""
+    margin = size - 1
+    height, width = mask.shape
+    wide = np.zeros((height + 2 * margin, width + 2 * margin), np.bool_)
+    wide[margin : margin + height, margin : margin + width] = mask
+    return _extreme(_extreme(wide, size, np.logical_or, 0), size, np.logical_or, 1)
+
+
+def _extreme(pixels: NDArray[Item], size: int, best: np.ufunc, axis: int) -> NDArray[Item]:
     """`best` of each `size` neighbours along an axis, which becomes shorter by `size - 1`."""
     got, reach = (pixels if axis == 0 else pixels.T), 1
     while reach < size and len(got):
@@ -244,18 +175,7 @@ def extreme(pixels: NDArray[Item], size: int, best: np.ufunc, axis: int) -> NDAr
     return got if axis == 0 else got.T
 
 
-def _spread(mask: Mask, size: int, axis: int) -> Mask:
-    """Each pixel together with the `size - 1` before it along an axis."""
-    got, reach = (mask if axis == 0 else mask.T), 1
-    while reach < size:
-        step = min(reach, size - reach)
-        wider = got.copy()
-        wider[step:] |= got[:-step]
-        got, reach = wider, reach + step
-    return got if axis == 0 else got.T
-
-
-def otsu(levels: NDArray[np.uint8]) -> int:
+def otsu(levels: Grey) -> int:
     """The level that separates light from dark best. Source: Otsu 1979."""
     pixels = np.bincount(levels.ravel(), minlength=256).astype(np.float64)
     below = np.cumsum(pixels)[:-1]

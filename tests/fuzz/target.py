@@ -70,7 +70,7 @@ class Target:
 
 _PICTURE = (
     *("service.pictures.picture", "service.pictures.picture_files", "service.pictures.headers"),
-    *("service.pictures.candidates", "service.pictures.ink", "service.pictures.shapes"),
+    *("service.pictures.candidates", "service.pictures.shapes"),
 )
 
 MODULES = MappingProxyType(

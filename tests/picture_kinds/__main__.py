@@ -9,6 +9,7 @@ and the median of milliseconds. `--save FOLDER` writes contact sheets of 20 pict
 import argparse
 import io
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -40,13 +41,17 @@ def main():
     parser.add_argument("--save", type=Path, metavar="FOLDER")
     given = parser.parse_args()
     test = load(Path(os.environ["LENET_TEST_MNIST"])).test
-    draw = (test.images, test.labels, given.count, given.seed)
+
+    def draw(name):
+        # Every kind has digits of its own.
+        return test.images, test.labels, given.count, (given.seed, zlib.crc32(name.encode()))
+
     groups = {"open": list(OPEN), "aside": sorted(ASIDE), "all": list(KINDS)}
     names = [name for kind in given.kinds for name in groups.get(kind, [kind])]
-    todo = [(name, of_kind(KINDS[name], *draw), "one") for name in names]
+    todo = [(name, of_kind(KINDS[name], *draw(name)), "one") for name in names]
     if given.kinds[0] in groups and given.kinds != ["aside"]:
         for name, kind in NUMBERS.items():
-            todo.append((f"number_{name}", numbers(*draw, kinds=(kind,)), "several"))
+            todo.append((f"number_{name}", numbers(*draw(name), kinds=(kind,)), "several"))
         for name, make in NO_DIGITS.items():
             randoms = (np.random.default_rng((given.seed, i)) for i in range(given.count))
             pictures = map(lambda random, make=make: (make(random), []), randoms)

@@ -29,8 +29,8 @@ def test_candidates_have_the_class_of_what_is_there(digits):
     assert images.shape[1:] == (28, 28)
     assert set(labels.tolist()) == {0, 1, MARK, NONE}
     ring = images[labels == 0].astype(int)
-    assert np.median(ring[:, 12:16, 12:16]) == 0  # it is hollow, a bar is not
-    assert np.median(images[labels == 1].astype(int)[:, 8:20, 13:15]) > 200
+    assert np.median(ring[:, 12:16, 12:16]) < 20  # it is hollow, a bar is not
+    assert np.median(images[labels == 1].astype(int)[:, 9:19, 13:15]) > 200
 
 
 def test_a_scene_is_a_picture_with_marks_of_its_size(digits):
