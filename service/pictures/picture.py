@@ -76,14 +76,14 @@ def prepare(
         used_pixels=used_pixels,
         between=between,
     )
-    whole, mark = drawing(grey, invert), 0.0
+    whole = drawing(grey, invert)
     if whole is not None:
         images = normalised(whole.ink)[np.newaxis]
-        digit, mark = verdicts(whole.view[np.newaxis])[0].tolist()
+        digit = float(verdicts(whole.view[np.newaxis])[0, 0])
         if digit >= (MAY_BE_DIGIT if digits == "one" else IS_DIGIT):
             return Prepared(images, pixels, [])
     between(_SEARCHED)
-    found = _searched(grey, invert, digits, whole, is_mark=mark >= MAY_BE_DIGIT)
+    found = _searched(grey, invert, digits, whole)
     if found is None:
         hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
         message = f"{field}: no digit found: the picture is blank, or no ink in it stands out{hint}"
@@ -98,9 +98,7 @@ def prepare(
     return Prepared(images, pixels, doubts)
 
 
-def _searched(
-    grey: Grey, invert: Invert, digits: Digits, whole: Candidate | None, *, is_mark: bool = False
-) -> Found | None:
+def _searched(grey: Grey, invert: Invert, digits: Digits, whole: Candidate | None) -> Found | None:
     """The digits of a picture, and doubts; None where there is nothing that may be one."""
     found = candidates(grey, invert, digits)
     if whole is not None:
@@ -119,10 +117,8 @@ def _searched(
         elif any(2 * height[one] >= height[best.index] for one in others):
             doubt = "several_shapes"
         chosen = found[best.index]
-        # All ink is a letter or sign, no part of which is a digit; or the same mark, not scaled.
-        if whole is not None and (
-            (is_mark and best.digit < MAY_BE_DIGIT) or _is_same(chosen.box, whole.box)
-        ):
+        # All ink, not scaled, where no reading is a digit, or it is of the same mark.
+        if whole is not None and (best.digit < MAY_BE_DIGIT or _is_same(chosen.box, whole.box)):
             chosen = whole
         return normalised(chosen.ink)[np.newaxis], [(0, doubt)] if doubt else []
     sure = [one.index for one in judged if one.digit >= MAY_BE_DIGIT] or [best.index]
