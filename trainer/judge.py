@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from lenet.pixels import Images
+from trainer.marks import CLASSES, MARK, NONE, alone, bar
 from trainer.mnist import Digits, load
-from trainer.scenes import CLASSES, MARK, NONE, Scene, alone, bar, drawn
+from trainer.scenes import Scene, drawn
 from trainer.settings import MNIST_FOLDER
 
 if TYPE_CHECKING:
@@ -138,7 +139,10 @@ def _found(scene: Scene) -> list[Candidate]:
 def _classes(
     scene: Scene, found: Sequence[Candidate], images: Sequence[Images]
 ) -> Iterator[tuple[float, int]]:
-    """Of each candidate the share of pixels beside the closest mark, and that mark's class."""
+    """For each candidate, how far it is from the closest mark, and the class of that mark.
+
+    How far: the share of pixels of either that the other does not have, 0 to 1.
+    """
     from service.pictures.normalise import normalised
     from service.pictures.shapes import common_areas
 

@@ -27,12 +27,13 @@ from service.pictures.shapes import (
     Numbers,
     Shapes,
     closed,
-    common_areas,
     count,
     count_runs,
     grown,
+    longer_sides,
     opened,
     otsu,
+    overlaps,
     shapes,
 )
 from service.pictures.view import DIM, Paper, most_beyond, view, view_alone
@@ -177,15 +178,12 @@ def candidates(grey: Grey, invert: Invert, digits: Digits = "one") -> list[Candi
     boxes = np.array([group.box for group in groups])
     areas = [group.found.area[group.members].sum() for group in groups]
     logs = np.log(np.array(areas, np.float32))
-    common = common_areas(boxes)
-    sizes = np.diagonal(common)
-    common /= sizes + sizes[:, np.newaxis] - common
+    common = overlaps(boxes)
     votes = np.count_nonzero(common > SAME_MARK, axis=1)
     alike = (common > 0.9) & (np.abs(np.subtract.outer(logs, logs)) < 0.12)
-    longest = np.maximum(boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2])
     first_alike = np.flatnonzero(np.argmax(alike, 1) == np.arange(len(groups)))
     shares: list[Box] = list(map(tuple, (boxes / side).tolist()))
-    stand_out = votes * longest
+    stand_out = votes * longer_sides(boxes)
     chosen = first_alike[np.argsort(-stand_out[first_alike], kind="stable")]
     return [
         _candidate(groups[one], shares[one], int(votes[one]))
@@ -259,7 +257,7 @@ def _layers(grey: Grey, invert: Invert) -> Iterator[_Layer]:
 
 def _groups(found: Shapes, members: Numbers, least: float, most_shapes: int) -> Iterator[Numbers]:
     """The candidates of one layer: shapes, each alone, with its parts, and with the largest."""
-    longest = found.longest[members]
+    longest = longer_sides(found.boxes[members])
     kept = np.flatnonzero((longest >= 3) & (found.area[members] >= 4))
     kept = kept[np.argsort(-longest[kept], kind="stable")][: 5 * most_shapes]
     members, longest = members[kept], longest[kept]

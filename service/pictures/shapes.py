@@ -34,17 +34,6 @@ class Shapes:
     def __len__(self) -> int:
         return len(self.area)
 
-    @property
-    def height(self) -> Numbers:
-        """Heights of their boxes."""
-        return self.boxes[:, 1] - self.boxes[:, 0]
-
-    @property
-    def longest(self) -> Numbers:
-        """Longer sides of their boxes."""
-        longest: Numbers = np.maximum(self.height, self.boxes[:, 3] - self.boxes[:, 2])
-        return longest
-
     @cached_property
     def _runs(self) -> tuple[Numbers, Numbers]:
         """Runs in the order of their shapes, and where each shape's begin."""
@@ -129,6 +118,20 @@ def common_areas(boxes: NDArray[Any]) -> NDArray[np.float32]:
     columns = np.minimum.outer(right, right) - np.maximum.outer(left, left)
     found: NDArray[np.float32] = rows.clip(0) * columns.clip(0)
     return found
+
+
+def overlaps(boxes: NDArray[Any]) -> NDArray[np.float32]:
+    """The share of what each two boxes (n, 4) cover that is common to both, (n, n), 0 to 1."""
+    common = common_areas(boxes)
+    areas = np.diagonal(common)
+    shares: NDArray[np.float32] = common / (areas + areas[:, np.newaxis] - common)
+    return shares
+
+
+def longer_sides(boxes: NDArray[Any]) -> NDArray[Any]:
+    """Of boxes (n, 4), (n,)."""
+    sides: NDArray[Any] = np.maximum(boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2])
+    return sides
 
 
 def closed(pixels: NDArray[Item], size: int) -> NDArray[Item]:

@@ -6,6 +6,7 @@ import pytest
 from service.errors import InvalidInput
 from service.forms.body import decode
 from service.forms.reader import Limits
+from service.pictures.picture import prepare
 from tests.picture_kinds import BEFORE, NO_DIGITS, numbers, of_kind, outcome
 from tests.pictures import PNG, encoded
 
@@ -103,6 +104,28 @@ def test_noisy_paper_alone_is_refused_or_warned_of(size):
     for kind, type_ in (("PNG", PNG), ("JPEG", "image/jpeg")):
         found = outcome([((encoded(noise, kind), type_), []) for noise in noises])
         assert found.refused + found.warned["not_a_digit"] >= 9
+
+
+def test_a_search_is_counted_before_it_begins():
+    def counted(image: Any) -> list[int]:
+        calls: list[int] = []
+        prepare(
+            encoded(image),
+            PNG,
+            field="body",
+            invert="auto",
+            digits="one",
+            max_pixels=1 << 20,
+            used_pixels=0,
+            between=calls.append,
+        )
+        return calls
+
+    assert counted(seven()) == [28 * 28]  # it is a digit as it is
+    table = np.full((60, 60), 90, np.uint8)
+    table[10:50, 20:60] = 230
+    table[16:44, 26:54] = seven(1, 20, 230)
+    assert counted(table) == [60 * 60, 1 << 19]
 
 
 # Pictures as people send them. `python -m tests.picture_kinds` prints the rates of more kinds.
