@@ -259,7 +259,7 @@ def _weighed(digits: Digits, seed: int, numbers: NDArray[np.intp]) -> list[Seen]
             continue
         images = [normalised(one.ink) for one in found]
         is_digit = np.array(
-            [beside < _IS_NOT and label < MARK for beside, label in _classes(scene, found, images)]
+            [beside <= _IS and label < MARK for beside, label in _classes(scene, found, images)]
         )
         judged = verdicts(np.stack([one.view for one in found]))
         done.append(

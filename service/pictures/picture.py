@@ -17,8 +17,8 @@ from service.pictures.normalise import normalised
 from service.pictures.picture_files import read_grey
 from service.pictures.shapes import Grey, overlaps
 
-_NO_DIGIT = 0.3
-"""Chance below which what was found is warned of as no digit."""
+_NO_DIGIT = 0.25
+"""Probability below which what was found, as all ink on even paper, is warned of as no digit."""
 
 _SEARCHED = 1 << 19
 """Pixels that a search counts as. It takes about 20 ms for one digit, 50 for several."""
@@ -111,7 +111,8 @@ def _searched(grey: Grey, invert: Invert, digits: Digits, whole: Candidate | Non
     if digits == "one":
         others = [one.index for one in judged[1:] if one.digit > IS_DIGIT]
         doubt: Doubt | None = None
-        if best.chance < _NO_DIGIT:
+        alone = 0.0 if whole is None else float(verdicts(whole.view[np.newaxis])[0, 0])
+        if max(best.chance, alone) < _NO_DIGIT:
             doubt = "not_a_digit"
         elif any(2 * height[one] >= height[best.index] for one in others):
             doubt = "several_shapes"

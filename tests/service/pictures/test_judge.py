@@ -17,7 +17,7 @@ def bar(width: int) -> np.ndarray:
 
 def candidate(view: np.ndarray, left: float, height: float = 0.3, votes: int = 3) -> Candidate:
     box = (0.1, 0.1 + height, left, left + height / 2)
-    return Candidate(np.zeros((1, 1), np.float32), box, votes, view)
+    return Candidate(np.ones((8, 8), np.float32), box, votes, view)
 
 
 def of_digit(mnist, digit: int) -> np.ndarray:
@@ -58,10 +58,12 @@ def test_candidates_apart_are_in_the_order_in_which_the_judge_believes_in_them(m
         np.float32(of_view), verdicts(np.stack([one.view for one in found]))[[1, 0]]
     )
     assert order[0].chance > 0.9 > 0.1 > order[1].chance
-    # Of two that are as good the larger, and the one that more readings agree on.
+    # Of two that are as good the larger, the one that more readings agree on, and that lost less.
     large = candidate(seven, 0.6)
     assert ranked([candidate(seven, 0.1, 0.2), large])[0].index == 1
     assert ranked([replace(candidate(seven, 0.1), votes=1), large])[0].index == 1
+    thin = replace(candidate(seven, 0.1), ink=np.eye(8, dtype=np.float32))
+    assert ranked([thin, large])[0].index == 1
 
 
 def test_a_digit_within_a_sign_is_less_likely_one(mnist):
