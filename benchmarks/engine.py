@@ -1,13 +1,13 @@
-"""`python -m benchmarks.engine`: the serving engine on this GPU, compared with PyTorch.
+"""`python -m benchmarks.engine`: the serving engine on this GPU, compared with PyTorch and JAX.
 
 --only selects parts: `limits`, the copy and matrix rates of the GPU; `buckets`, the network at each
-batch size and precision, ours before and after PyTorch's in the same process; `libraries`, our
+batch size and precision, ours before and after the others' in the same process; `libraries`, our
 kernels beside cuDNN with cuBLAS and beside PyTorch for other networks too; `pool`, several contexts
 on one GPU; `gpus`, two contexts on each of several GPUs; `cold`, the start of the service;
 `figure`, a plot of the results so far. Each replay reads the same buffer: the largest bucket's
 pixels are 6 MB and stay in the cache of a large GPU after any copy, so more inputs would change
-nothing. Exit code: 0, 1 when PyTorch was not measured, the service did not start or no figure was
-drawn, 2 when there is no GPU or a part failed on it.
+nothing. Exit code: 0, 1 when PyTorch or JAX was not measured, the service did not start or no
+figure was drawn, 2 when there is no GPU or a part failed on it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.baselines import jax_serving
 from benchmarks.baselines.torch_serving import Precision, measure
 from benchmarks.baselines.torch_step import MODES
 from benchmarks.baselines.torch_training import BaselineUnavailable
@@ -81,7 +82,7 @@ _SIDE = 8192  # of the square matrices
 _BLOCK = 1 << 20  # random values, repeated: filling a matrix would take longer than multiplying
 _DISTRIBUTIONS = (
     *("cupy-cuda12x", "cupy-cuda13x", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
-    *("nvidia-cudnn-frontend", "torch", "triton"),
+    *("nvidia-cudnn-frontend", "torch", "triton", "jax"),
 )
 
 Open: TypeAlias = Callable[[int], AbstractContextManager[Backend]]
@@ -159,7 +160,7 @@ def operations(model: Model) -> int:
 
 
 def run_buckets(weights: WeightFile, options: argparse.Namespace, document: Document) -> int:
-    """Measure each precision and batch size; 1 if PyTorch was not measured."""
+    """Measure each precision and batch size; 1 if PyTorch or JAX was not measured."""
     sample = digits(weights, _SAMPLE)
     # Repeated, so that every row of every bucket is compared with the reference.
     indices = np.arange(max(options.rows)) % _SAMPLE
@@ -177,12 +178,14 @@ def run_buckets(weights: WeightFile, options: argparse.Namespace, document: Docu
                 device_us = rounds_us(plan.replay, timer)
                 modes = MODES if rows in options.compile_buckets else MODES[:-1]
                 torch: dict[str, Any] = {}
+                jax: dict[str, Any] = {}
                 try:
                     torch = measure(weights, batch, wanted, precision, modes, _report)
+                    jax = jax_serving.measure(weights, batch, wanted, precision, _report)
                 except BaselineUnavailable as exc:
                     missing = exc
                 device_us += rounds_us(plan.replay, timer)
-                found = bucket(plan, rows, precision, device_us, single_us, error, torch)
+                found = bucket(plan, rows, precision, device_us, single_us, error, torch, jax)
                 document.add({"buckets": [found]})
                 print(line(found), flush=True)
     if missing is not None:
@@ -198,8 +201,9 @@ def bucket(
     single_us: Sequence[float],
     error: float,
     torch: dict[str, Any],
+    jax: dict[str, Any],
 ) -> dict[str, Any]:
-    """The JSON entry of a `CudaPlan`; `torch` is empty where PyTorch was not measured."""
+    """The JSON entry of a `CudaPlan`; `torch` and `jax` are empty where they were not measured."""
     found = {"rows": rows, "precision": precision, **summary("device", device_us)}
     return {
         **found,
@@ -211,6 +215,7 @@ def bucket(
             **{f"{mode}_us": torch.get(f"{mode}_us") for mode in MODES},
             **({"details": torch} if torch else {}),
         },
+        "jax": jax,
     }
 
 
@@ -577,7 +582,7 @@ def _report(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.engine",
-        description="Measure the serving engine on this GPU, compared with PyTorch.",
+        description="Measure the serving engine on this GPU, compared with PyTorch and JAX.",
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=PARTS, help="default: limits, buckets, pool and cold")

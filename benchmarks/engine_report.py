@@ -44,19 +44,20 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def head(precision: Precision) -> str:
     """The header above the lines of a precision."""
     return (
-        f"\n{precision}; PyTorch's times are on the device; speedup: PyTorch's best over ours\n"
+        f"\n{precision}; PyTorch and JAX are timed on the device; speedup: their best over ours\n"
         f"{'rows':>5}{'device us':>10} {'(min..max)':<16}{'host us':>8}{'p99':>8}"
-        f"{'M images/s':>11}{'eager':>8}{'graph':>8}{'compile':>8}{'speedup':>8}{'error':>8}"
-        "  strategy"
+        f"{'M images/s':>11}{'eager':>8}{'graph':>8}{'compile':>8}{'JAX':>8}{'speedup':>8}"
+        f"{'error':>8}  strategy"
     )
 
 
 def line(bucket: dict[str, Any]) -> str:
     """A bucket in one line."""
     low, high = bucket["device_spread_us"]
-    torch_us = [bucket["torch"][f"{mode}_us"] for mode in MODES]
-    measured_us = [time_us for time_us in torch_us if time_us is not None]
-    cells = "".join(f"{'-' if time_us is None else f'{time_us:.1f}':>8}" for time_us in torch_us)
+    others_us = [bucket["torch"][f"{mode}_us"] for mode in MODES]
+    others_us.append(bucket.get("jax", {}).get("jit_us"))
+    measured_us = [time_us for time_us in others_us if time_us is not None]
+    cells = "".join(f"{'-' if time_us is None else f'{time_us:.1f}':>8}" for time_us in others_us)
     speedup = f"{min(measured_us) / bucket['device_us']:.1f}" if measured_us else "-"
     return (
         f"{bucket['rows']:>5}{bucket['device_us']:>10.1f} {f'({low:.1f}..{high:.1f})':<16}"
@@ -116,6 +117,7 @@ SERIES = (
     Series("PyTorch, eager", "#999999", "-", "v", lambda found: found["torch"]["eager_us"]),
     Series("PyTorch, CUDA graph", "#E69F00", "-", "s", lambda found: found["torch"]["graph_us"]),
     Series("PyTorch, compiled", "#D55E00", "-", "D", lambda found: found["torch"]["compile_us"]),
+    Series("JAX, jit", "#009E73", "-", "^", lambda found: found.get("jax", {}).get("jit_us")),
     Series("lenet-serve, host to host", "#0072B2", "--", "o", lambda found: found["host_us"]),
     Series("lenet-serve, on the device", "#0072B2", "-", "o", lambda found: found["device_us"]),
 )
@@ -171,7 +173,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     about = [content.get("device"), str(content.get("date", ""))[:10], content.get("commit")]
     figure.supxlabel(
         f"{', '.join(part for part in about if part)}. From pixels in uint8 to probabilities. "
-        "PyTorch's times are on the device.",
+        "PyTorch's and JAX's times are on the device.",
         fontsize="small",
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from typing import get_args
 
 import pytest
 
-from lenet.cuda import conv1, fused_network
+from lenet.cuda import conv1, dense_halves, fused_network
 from lenet.cuda.convolutions import Convolutions
 from lenet.cuda.device import Limits
 from lenet.cuda.epilogue import EpilogueShape
@@ -148,6 +148,14 @@ LENET |= {
     for rows in (1, 8)
 }
 
+LENET |= {
+    f"dense-halves-{side}": (
+        SERVING / "dense_halves.cu",
+        {**dense_halves.macros(DenseBlock(500), 1024, 512, side), "SCALAR": "float"},
+    )
+    for side in (64, 128)
+}
+
 # Kernels of other networks.
 OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
     "conv1-unpooled": (
@@ -183,7 +191,9 @@ OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
 FIRST = dict(reversed(LENET.values()))
 
 
-TENSOR_CORES = ("conv1.cu", "first_block.cu", "convolutions.cu", "fused_network.cu")
+TENSOR_CORES = (
+    *("conv1.cu", "first_block.cu", "convolutions.cu", "dense_halves.cu", "fused_network.cu"),
+)
 
 
 def builds(source, macros):
@@ -192,7 +202,8 @@ def builds(source, macros):
     A source with instructions for tensor cores is built for every GPU in its first case. All other
     code is the same on all GPUs, with 255 registers a thread: three are enough.
     """
-    first = {"fused_network.cu": "90", "convolutions.cu": "80"}.get(source.name, "75")
+    of_some = {"fused_network.cu": "90", "convolutions.cu": "80", "dense_halves.cu": "80"}
+    first = of_some.get(source.name, "75")
     gpus = GPUS[GPUS.index(first) :]
     if source.name not in TENSOR_CORES or FIRST[source] is not macros:
         gpus = [gpu for gpu in gpus if gpu in ("75", "80", "90")]

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from lenet.cuda.capture import Launch
 from lenet.cuda.conv1 import filter_matrix, is_plain, mma_b, parts
 from lenet.cuda.device import Limits
 from lenet.cuda.graphs import Precision
+from lenet.cuda.halves import exponents, halves, largest_output, scales
 from lenet.cuda.kernels import (
     FOLDER,
     Kernels,
@@ -231,9 +232,9 @@ class Convolutions:
             in fp32 scaled as `scales` says.
         """
         if self.precision == "fp32":
-            weight = np.ldexp(np.asarray(weight, np.float32), _exponents(abs(weight).max()))
+            weight = np.ldexp(np.asarray(weight, np.float32), exponents(abs(weight).max()))
         matrix = filter_matrix(weight, round_up(self.first.channels, 8))
-        return np.stack(_halves(mma_b(matrix), parts(self.precision)))
+        return np.stack(halves(mma_b(matrix), parts(self.precision)))
 
     def pack_second(self, weight: NDArray[Any]) -> Fragments:
         """The second filters (k, c, r, s) as the lanes of a warp read them.
@@ -248,7 +249,7 @@ class Convolutions:
         values = self._chunk_channels
         size = r, s, round_up(c, values), round_up(k, 16)
         if self.precision == "fp32":
-            weight = np.ldexp(weight, _exponents(abs(weight).max((1, 2, 3)))[:, None, None, None])
+            weight = np.ldexp(weight, exponents(abs(weight).max((1, 2, 3)))[:, None, None, None])
         taps = zero_pad_to(weight.transpose(2, 3, 1, 0), size)
         chunks = taps.reshape(-1, values, size[-1])
         chunks = zero_pad_to(chunks, (round_up(len(chunks), 2), *chunks.shape[1:]))
@@ -259,7 +260,7 @@ class Convolutions:
         lanes = ordered.reshape(len(ordered), -1, 32, 2, values // 4)[:, : tiles(k)]
         if self.precision == "tf32":
             return np.ascontiguousarray(lanes[:, :, :, None])
-        return np.stack(_halves(lanes, self._planes), axis=3)
+        return np.stack(halves(lanes, self._planes), axis=3)
 
     def scales(
         self, weight: NDArray[Any], bias: NDArray[Any], weight2: NDArray[Any]
@@ -277,18 +278,11 @@ class Convolutions:
             beyond 2^15. Then, for each output channel, two factors of the second's sums: their
             product undoes the factors of the output and of the filter.
         """
-        largest = (abs(weight.astype(float)).sum((1, 2, 3)) + abs(bias.astype(float))).max()
-        activation = self.first.activation
-        if activation.kind == "sigmoid":
-            largest = 1.0
-        elif activation.kind == "elu":
-            largest *= max(1.0, activation.parameter)
-        of_output = _exponents(largest)
-        undone = -(of_output + _exponents(abs(weight2).max((1, 2, 3))))
-        exponents = np.zeros((1 + padded(len(weight2)), 2), np.int32)
-        exponents[0] = -_exponents(abs(weight).max()), of_output
-        exponents[1 : 1 + len(undone)] = np.stack([undone // 2, undone - undone // 2], axis=1)
-        return np.ldexp(np.float32(1), exponents)
+        of_output = exponents(largest_output(self.first.activation, weight, bias, 1.0))
+        of_first = np.ldexp(np.float32(1), [[-exponents(abs(weight).max()), of_output]])
+        of_second = exponents(abs(weight2).max((1, 2, 3)))
+        rest = scales(of_output, of_second, padded(len(weight2)))
+        return np.concatenate([of_first, rest], dtype=np.float32)
 
     def launch(  # pragma: no cover - needs a GPU
         self,
@@ -317,21 +311,3 @@ def tiles(channels: int) -> int:
     """The tiles of eight output channels: pairs, but the last may be alone with two channels."""
     rest = channels % 16
     return channels // 16 * 2 + (0 if rest == 0 else 1 if rest <= 2 else 2)
-
-
-def _halves(values: NDArray[np.float32], count: int) -> list[NDArray[np.float16]]:
-    """`count` halves whose sum is nearly `values`, the largest first."""
-    halves: list[NDArray[np.float16]] = []
-    for _ in range(count):
-        halves.append(values.astype(np.float16))
-        values = values - halves[-1]
-    return halves
-
-
-def _exponents(largest: ArrayLike) -> NDArray[np.int32]:
-    """Exponents of the powers of two that move each of `largest` to between 2^14 and 2^15.
-
-    Those of numbers below 2^-111 are smaller, so that a float32 holds the power.
-    """
-    _, exponents = np.frexp(np.asarray(largest, float))
-    return np.asarray(np.clip(15 - exponents, -126, 126), np.int32)

@@ -6,8 +6,9 @@
                          support the block: `unpack.cu`, then as any other convolution
     convolution          cuDNN, then the `epilogue`: bias, activation, pooling. Without pooling
                          cuDNN adds the bias and applies ReLU itself
-    dense                a small one by `dense.cu`; else cuBLAS with bias and ReLU. With another
-                         activation cuBLAS, then the epilogue
+    dense                of few rows by `dense.cu`, of many in float32 by `dense_halves.cu`; else
+                         cuBLAS with bias and ReLU. With another activation cuBLAS, then the
+                         epilogue
     last dense           `dense_softmax.cu`: product, bias and softmax in one kernel
 
 This is with our kernels. Without them, cuDNN computes every convolution and cuBLAS every product;
@@ -27,11 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lenet.cuda import conv1, epilogue
+from lenet.cuda import conv1, dense_halves, epilogue
 from lenet.cuda.capture import Launch
 from lenet.cuda.convolutions import Convolutions
 from lenet.cuda.device import Handle, Limits
 from lenet.cuda.graphs import Convolution, Precision, Uid
+from lenet.cuda.halves import largest_inputs
 from lenet.cuda.kernels import FOLDER, NULL, Kernels, Macros, scalar, storage_dtype
 from lenet.cuda.packing import PIXEL_SCALE, layout, padded
 from lenet.errors import BackendUnavailable
@@ -67,7 +69,7 @@ _DENSE_MULTIPLICATIONS: dict[Precision, int] = {
 }
 _ROWS_OF_A_WARP = 8  # in dense.cu
 _FUSED_ACTIVATIONS = (IDENTITY, RELU)
-_WEIGHT_COPIES = 6  # three for each of two strategies
+_WEIGHT_COPIES = 9  # three for each of two strategies, and of halves
 
 
 def check(model: Model) -> None:
@@ -95,6 +97,17 @@ def is_small(rows: int, weights: int, precision: Precision) -> bool:
     return rows <= _DENSE_ROWS and rows * weights <= _DENSE_MULTIPLICATIONS[precision]
 
 
+def takes_halves(model: Model, name: str, precision: Precision, limits: Limits) -> bool:
+    """Whether `dense_halves.cu` computes this layer for many rows: a hidden dense one."""
+    names = [shape.name for shape in model.shapes()]
+    before = names.index(name)
+    return (
+        name != names[-1]
+        and isinstance(model.blocks[before], DenseBlock)
+        and dense_halves.is_supported(precision, limits, before)
+    )
+
+
 def is_fused(block: Block) -> bool:
     """Whether cuDNN or cuBLAS computes the whole epilogue of `block`."""
     pooled = isinstance(block, ConvBlock) and block.pool is not None
@@ -112,7 +125,7 @@ def pack(
     layouts, shapes = layout(model), model.shapes()
     packed: dict[str, Any] = {}
     both = Convolutions.of(model, precision, limits) if own else None
-    for block, shape in zip(model.blocks, shapes, strict=True):
+    for block, shape, largest in zip(model.blocks, shapes, largest_inputs(file), strict=True):
         names = f"{shape.name}.weight", f"{shape.name}.bias"
         weight, bias = (file.tensors[name] for name in names)
         first = shape is shapes[0]
@@ -128,6 +141,9 @@ def pack(
                 # Without tensor cores cuDNN is faster without the padding: 1.0 and 1.5 ms for 8,192
                 # images of 20 -> 50 channels (H100, 2026-11-26).
                 packed[names[0]] = packed[names[0]][..., : shape.input[0]]
+        if own and takes_halves(model, shape.name, precision, limits):
+            packed[f"{shape.name}.halves"] = dense_halves.pack(packed[names[0]])
+            packed[f"{shape.name}.factors"] = dense_halves.factors(packed[names[0]], largest)
         if both is not None and precision == "fp32" and shape is shapes[1]:
             first_weight, first_bias = (
                 file.tensors[f"{shapes[0].name}.{kind}"] for kind in ("weight", "bias")
@@ -285,7 +301,12 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
             self._cudnn(name, operation, x, weight, bias, y)
         else:
             x, y = x.reshape(self._rows, -1), self._take(len(weight))
-            small = self._build.own and is_small(self._rows, weight.size, precision)
+            own, limits = self._build.own, self._build.handle.limits
+            many = own and self._rows >= dense_halves.FROM_ROWS
+            if many and takes_halves(self._model, name, precision, limits):
+                self._dense_halves(block, name, x, bias, y)
+                return y
+            small = own and is_small(self._rows, weight.size, precision)
             if small or not self._cublas(name, x, weight, bias if fused else None, y, relu):
                 self._dense(block, name, x, weight, bias, y)
                 return y
@@ -307,6 +328,13 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         arguments = (x, weight, bias, y, np.int32(self._rows))
         self._add(name, partial(kernel, grid, (128,), arguments))
         self.layers[name] = "dense"
+
+    def _dense_halves(self, block: DenseBlock, name: str, x: Any, bias: Any, y: Any) -> None:
+        weights, limits = self._build.weights, self._build.handle.limits
+        tensors = weights[f"{name}.halves"], bias, weights[f"{name}.factors"]
+        kernels = self._build.kernels
+        self._add(name, dense_halves.launch(kernels, limits, block, x, *tensors, y))
+        self.layers[name] = "dense_halves"
 
     def _cublas(
         self, name: str, x: Any, weight: Any, bias: Any, y: Any, relu: bool = False

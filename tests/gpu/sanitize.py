@@ -50,6 +50,8 @@ PADDED = Model(
         LAST,
     ),
 )
+# Two hidden dense layers: the last round of the first has 16 inputs.
+DENSE = Model("dense", (DenseBlock(100), DenseBlock(40, activation=Activation("tanh")), LAST))
 ROWS = (1, 7, 140, 300, 1100)  # from several blocks for an image to several images for a block
 
 EPILOGUES = [
@@ -121,7 +123,7 @@ def main() -> None:
             handle.synchronize()
     lenet, mlp = (WeightFile.read(WEIGHTS / name) for name in ("lenet/2.safetensors", MLP))
     runs = [(lenet, "fp16", (1, 7)), (mlp, "fp16", (1, 7)), (lenet, "fp32", (1, 7))]
-    for model, rows in ((ONE, (1, 7)), (TWO, ROWS), (PADDED, ROWS)):
+    for model, rows in ((ONE, (1, 7)), (TWO, ROWS), (PADDED, ROWS), (DENSE, (7, 1100))):
         tensors = {
             name: random.standard_normal(shape).astype(np.float32)
             for name, shape in model.parameters().items()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lenet import reference
-from lenet.cuda import conv1
+from lenet.cuda import conv1, dense_halves
 from lenet.cuda.convolutions import Convolutions, Split
 from lenet.cuda.device import Limits
 from lenet.cuda.kernels import FOLDER, scalar, storage_dtype
@@ -207,6 +207,41 @@ def test_a_dense_layer_of_few_rows_is_that_of_float64(compiled, dtype, largest):
     error = np.linalg.norm(y[:, :units] - expected) / np.linalg.norm(expected)
     assert error < largest
     assert not y[:, units:].any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "units", "side", "kind", "size"),
+    [
+        (5, 200, 13, 64, "relu", 1.0),  # a last round of 8 inputs, less than a block's units
+        (70, 128, 72, 64, "elu", 1e12),  # two blocks of rows and of units
+        (130, 72, 144, 128, "identity", 1e-30),
+        (3, 4, 8, 64, "sigmoid", 1.0),
+    ],
+)
+def test_a_dense_layer_of_halves_is_that_of_float64(
+    compiled, rows, inputs, units, side, kind, size
+):
+    block, wide = DenseBlock(units, activation=Activation(kind)), padded(units)
+    kernel = compiled("dense_halves", dense_halves.macros(block, inputs, wide, side))
+    assert kernel.shared_bytes() == dense_halves.shared_bytes(side)
+    generator = np.random.default_rng(5)
+    x = generator.uniform(-1, 1, (rows, inputs)).astype(np.float32) * np.float32(size)
+    sizes = np.geomspace(1, 1e6, units, dtype=np.float32)[:, None] / np.float32(size)
+    weight = zero_pad_to(generator.standard_normal((units, inputs)), (wide, inputs))
+    weight = weight.astype(np.float32)
+    weight[:units] *= sizes
+    bias = zero_pad_to(generator.standard_normal(units).astype(np.float32), (wide,))
+    packed, factors = dense_halves.pack(weight), dense_halves.factors(weight, size)
+    y = aligned(np.full((rows + 1, wide), 7, np.float32))
+    kept = [aligned(array) for array in (x, packed, bias, factors)]
+    kernel.run(*addresses(*kept, y), rows)
+    z = x.astype(float) @ weight[:units].astype(float).T + bias[:units]
+    expected = reference.activate(z, block.activation)
+    found = y[:rows, :units]
+    error = np.linalg.norm(found - expected, axis=0) / np.linalg.norm(z, axis=0)
+    assert error.max() < LARGEST["fp32"]
+    assert not y[:rows, units:].any()
+    assert (y[rows] == 7).all()
 
 
 def assert_rows(logits, probabilities, expected, largest):
