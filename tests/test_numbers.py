@@ -30,6 +30,7 @@ def read(name):
 
 
 ENGINE, TRAINING, HTTP = read("engine"), read("training"), read("http")["cases"]
+BESIDE_JAX = {(one["rows"], one["precision"]): one for one in read("jax-h200")["buckets"]}
 CHANGE = (ROOT / "docs/benchmarks/before-after-h100.txt").read_text()
 SURE = 1 - 0.9 * Recipe.model_fields["smoothing"].default
 """The target of the right one of ten classes."""
@@ -59,6 +60,12 @@ def torch(rows, precision="fp16"):
     """The fastest of PyTorch's times."""
     times = bucket(rows, precision)["torch"]
     return min(filter(None, (times[f"{way}_us"] for way in ("eager", "graph", "compile"))))
+
+
+def ours_and_others(rows, precision):
+    """Of `lenet` on an H200: ours, JAX's and PyTorch's times of a CUDA graph."""
+    found = BESIDE_JAX[rows, precision]
+    return [found["device_us"], found["jax"]["jit_us"], found["torch"]["graph_us"]]
 
 
 def changed(precision, rows):
@@ -117,14 +124,28 @@ CLAIMS = [
     (r"one image on the device, fp32 \| ([\d,.]+) us", [bucket(1, "fp32")["device_us"]]),
     (
         r"batch of 8,192 images on the device, fp32 \| ([\d,.]+) us, ([\d,.]+) million",
-        [bucket(8192, "fp32")["device_us"], bucket(8192, "fp32")["images_per_s"] / 1e6],
+        [ours_and_others(8192, "fp32")[0], 8192 / ours_and_others(8192, "fp32")[0]],
+    ),
+    (
+        r"\| 32 images on an H100, fp32 \| ([\d,.]+) us \| ([\d,.]+) us",
+        [bucket(32, "fp32")["device_us"], torch(32, "fp32")],
     ),
     *(
         (
-            rf"\| {rows:,} images on an H100, fp32 \| ([\d,.]+) us \| ([\d,.]+) us",
-            [bucket(rows, "fp32")["device_us"], torch(rows, "fp32")],
+            rf"\| 8,192 images on an H200, {precision} \| ([\d,.]+) us \| ([\d,.]+) us: JAX; "
+            r"([\d,.]+): PyTorch's CUDA graph",
+            ours_and_others(8192, precision),
         )
-        for rows in (32, 8192)
+        for precision in ("fp16", "fp32")
+    ),
+    *(
+        claim
+        for precision, name in (("fp16", "fp16"), ("tf32", "TF32"), ("fp32", "fp32"))
+        for column, who in enumerate(("ours", "JAX", "PyTorch's CUDA graph"))
+        for claim in cells(
+            f"{name}, {who}",
+            [ours_and_others(rows, precision)[column] for rows in (1, 32, 1024, 8192)],
+        )
     ),
     *(
         claim

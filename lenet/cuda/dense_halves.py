@@ -22,8 +22,8 @@ from lenet.model import DenseBlock
 _SOURCE = FOLDER / "dense_halves.cu"
 _AMPERE = 80
 _DEPTH = 64
-# A bound of a layer's inputs is about 2^5 times what they are, and with each layer before it 2^5
-# times more. From 2^17 on low halves become subnormal.
+# The bound of a layer's inputs is looser with each layer before it: of the committed weights up to
+# 2^13 times the largest behind three. From 2^17 on low halves lose bits.
 _MOST_BEFORE = 3
 # Fewer make too few blocks: lenet took 2 us more with 512 rows than by cuBLAS, 11 less with 1,024,
 # 81 less with 8,192 (H200, 2026-11-28, docs/benchmarks/dense-halves-h200.txt).
