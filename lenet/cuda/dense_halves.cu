@@ -9,10 +9,10 @@
 //         and x and y of the others the sums of a unit
 // y:      float (n, U); the units from UNITS on become 0
 //
-// Macros: I, a multiple of 4; U, a multiple of 8; UNITS; ACTIVATION, PARAMETER; ROWS and COLUMNS, 64
-// or 128, of a block: a warp has 32 rows and half of the columns. A round of DEPTH inputs is copied
-// to shared memory while the one before it is multiplied. A round is also a chain: its sums, which
-// tensor cores cut off, are added to the others rounded to nearest.
+// Macros: I, a multiple of 4; U, a multiple of 8; UNITS; ACTIVATION, PARAMETER; ROWS and COLUMNS,
+// 64 or 128, of a block: a warp has 32 rows and half of the columns. A round of DEPTH inputs is
+// copied to shared memory while the one before it is multiplied. A round is also a chain: its sums,
+// which tensor cores cut off, are added to the others rounded to nearest.
 //
 // Grid: ceil(U / COLUMNS) by ceil(n / ROWS), 2 ROWS threads; shared memory: `shared_bytes` of
 // dense_halves.py.
@@ -76,8 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int k = threadIdx.x; k < BLOCK_TILES * VECTORS; k += THREADS) {
             const int tile = k / VECTORS;
             if (block_tile + tile < TILES)
-                copy_async(&to.weight[tile][0][0] + k % VECTORS,
-                           weight + ((block_tile + tile) * ROUNDS + number) * VECTORS + k % VECTORS);
+                copy_async(
+                    &to.weight[tile][0][0] + k % VECTORS,
+                    weight + ((block_tile + tile) * ROUNDS + number) * VECTORS + k % VECTORS);
         }
     };
 
@@ -96,8 +97,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int m = 0; m < 2; ++m)
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    const float* const from = &round.x[own_row + 16 * m + k % 2 * 8]
-                                                      [step * 16 + lane % 4 * 2 + k / 2 * 8];
+                    const float* const from =
+                        &round
+                             .x[own_row + 16 * m + k % 2 * 8][step * 16 + lane % 4 * 2 + k / 2 * 8];
                     split(*reinterpret_cast<const float2*>(from), factor, a[0][m][k], a[1][m][k]);
                 }
 #pragma unroll
