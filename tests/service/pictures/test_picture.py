@@ -6,7 +6,9 @@ import pytest
 from service.errors import InvalidInput
 from service.forms.body import decode
 from service.forms.reader import Limits
+from service.pictures.judge import IS_DIGIT, verdicts
 from service.pictures.picture import prepare
+from service.pictures.view import view_alone
 from tests.picture_kinds import BEFORE, NO_DIGITS, numbers, of_kind, outcome
 from tests.pictures import PNG, encoded
 
@@ -104,6 +106,15 @@ def test_noisy_paper_alone_is_refused_or_warned_of(size):
     for kind, type_ in (("PNG", PNG), ("JPEG", "image/jpeg")):
         found = outcome([((encoded(noise, kind), type_), []) for noise in noises])
         assert found.refused + found.warned["not_a_digit"] >= 9
+
+
+def test_at_most_one_in_a_thousand_digits_drawn_cleanly_is_warned_of(mnist):
+    images, labels = mnist
+    alone = verdicts(np.stack([view_alone(image.astype(np.float32)) for image in images]))[:, 0]
+    unsure = np.flatnonzero(alone < IS_DIGIT)  # the others are taken as they are
+    pictures = [((encoded(images[at]), PNG), [int(labels[at])]) for at in unsure]
+    assert len(unsure) > 50
+    assert outcome(pictures).warned.total() <= len(images) / 1000
 
 
 def test_a_search_is_counted_before_it_begins():
