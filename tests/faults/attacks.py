@@ -380,13 +380,17 @@ async def over_http2(known, kind):
     """
     port, end_s = known.service.grpc_port, time.monotonic() + PATIENCE_S
     run = asyncio.get_running_loop().run_in_executor
-    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(2, get_context("spawn"))
+    try:
         while True:
             attacks = (run(pool, http2.attack, port, kind, 1.5) for _ in range(2))
             connections = sum(await asyncio.gather(*attacks))
             if kind not in ENDED or connections > 2:
                 return
             assert time.monotonic() < end_s, "no connection was ended"
+    finally:
+        # Apart from this thread, which would not read an answer while it waits.
+        await asyncio.to_thread(pool.shutdown)
 
 
 async def _large_json(known, status, make):
