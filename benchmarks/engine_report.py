@@ -44,7 +44,8 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def head(precision: Precision) -> str:
     """The header above the lines of a precision."""
     return (
-        f"\n{precision}; PyTorch and JAX are timed on the device; speedup: their best over ours\n"
+        f"\n{precision}; PyTorch's times are on the device, JAX's of queued calls on the host; "
+        "speedup: their best over ours\n"
         f"{'rows':>5}{'device us':>10} {'(min..max)':<16}{'host us':>8}{'p99':>8}"
         f"{'M images/s':>11}{'eager':>8}{'graph':>8}{'compile':>8}{'JAX':>8}{'speedup':>8}"
         f"{'error':>8}  strategy"
@@ -173,7 +174,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     about = [content.get("device"), str(content.get("date", ""))[:10], content.get("commit")]
     figure.supxlabel(
         f"{', '.join(part for part in about if part)}. From pixels in uint8 to probabilities. "
-        "PyTorch's and JAX's times are on the device.",
+        "PyTorch's times are on the device, JAX's of queued calls on the host.",
         fontsize="small",
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -191,8 +191,9 @@ OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
 FIRST = dict(reversed(LENET.values()))
 
 
-TENSOR_CORES = (
-    *("conv1.cu", "first_block.cu", "convolutions.cu", "dense_halves.cu", "fused_network.cu"),
+TENSOR_CORES = tuple(
+    f"{name}.cu"
+    for name in ("conv1", "first_block", "convolutions", "dense_halves", "fused_network")
 )
 
 

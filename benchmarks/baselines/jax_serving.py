@@ -28,21 +28,6 @@ _PRODUCTS: dict[Precision, str] = {"fp16": "default", "tf32": "tensorfloat32", "
 """JAX's names of how it multiplies."""
 
 
-class Answers:
-    """Probabilities on the device, as `check` reads them."""
-
-    def __init__(self, values: Any) -> None:
-        self.values = values
-
-    def cpu(self) -> Answers:
-        """Themselves: `numpy` copies."""
-        return self
-
-    def numpy(self) -> NDArray[np.float32]:
-        """On the host."""
-        return np.asarray(self.values)
-
-
 def measure(
     weights: WeightFile,
     images: Images,
@@ -72,11 +57,10 @@ def measure(
     start_s = time.monotonic()
     with jax.default_device(device), jax.default_matmul_precision(_PRODUCTS[precision]):
         forward = forward_pass(jax, weights, images, precision)
-        check(lambda: Answers(forward()), expected, precision)
+        check(lambda: np.asarray(forward()), expected, precision)
         times_us = rounds_us(forward, _timer)
     took_s = time.monotonic() - start_s
-    about = f"JAX, {precision}, {len(images)} rows: {min(times_us):.1f} us at best, {took_s:.0f} s"
-    report(about)
+    report(f"JAX, {precision}, {len(images)} rows: {min(times_us):.1f} us at best, {took_s:.0f} s")
     return summary("jit", times_us)
 
 

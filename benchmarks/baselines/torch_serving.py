@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -144,7 +145,7 @@ def measure(
         try:
             with settings(precision):
                 forward = forward_pass(weights, images, precision, variant)
-                check(forward, expected, precision)
+                check(partial(_on_host, forward), expected, precision)
                 found[mode][name] = rounds_us(forward, torch_timer())
         except RuntimeError as exc:  # what compilation and capture raise
             failed[f"{mode}: {name}"] = f"{type(exc).__name__}: {exc}"[:500]
@@ -155,15 +156,21 @@ def measure(
     return {**summarise(found), "failed": failed}
 
 
-def check(forward: Forward, expected: NDArray[np.float64], precision: Precision) -> None:
-    """Compare three runs with `expected`: a compiled pass warms up, records, and then replays.
+def _on_host(forward: Forward) -> NDArray[np.float32]:
+    probabilities: NDArray[np.float32] = forward().cpu().numpy()
+    return probabilities
+
+
+def check(
+    forward: Callable[[], NDArray[np.float32]], expected: NDArray[np.float64], precision: Precision
+) -> None:
+    """Compare three passes with `expected`: a compiled one warms up, records, and then replays.
 
     Raises:
         WrongAnswer: a probability differs by more than the precision's tolerance.
     """
     for _ in range(3):
-        probabilities = forward().cpu().numpy()
-        error = float(np.abs(probabilities - expected).max())
+        error = float(np.abs(forward() - expected).max())
         if not error <= TOLERANCES[precision]:
             raise WrongAnswer(
                 f"probabilities differ by {error:.1e} from the reference, expected at most "

@@ -38,7 +38,7 @@ _DISTRIBUTIONS = ("torch", "triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 class BaselineUnavailable(Exception):
-    """PyTorch is not installed or has no GPU; the message says what to do."""
+    """PyTorch or JAX is not installed or has no GPU; the message says what to do."""
 
 
 class NotTraining(RuntimeError):

@@ -6,8 +6,6 @@ Powers of two move operands of any size into their range. Source: Ootomo & Yokot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -51,13 +49,15 @@ def scales(of_input: ArrayLike, of_weights: ArrayLike, size: int) -> NDArray[np.
     return np.ldexp(np.float32(1), found)
 
 
-def largest_inputs(file: WeightFile) -> Iterator[float]:
-    """For each layer a bound of its inputs that no image exceeds, whose pixels are 0 to 1."""
+def largest_input(file: WeightFile, name: str) -> float:
+    """A bound of the inputs of the layer `name` that no image exceeds, whose pixels are 0 to 1."""
     largest = 1.0
     for block, shape in zip(file.model.blocks, file.model.shapes(), strict=True):
-        yield largest
+        if shape.name == name:
+            break
         weight, bias = (file.tensors[f"{shape.name}.{kind}"] for kind in ("weight", "bias"))
         largest = largest_output(block.activation, weight, bias, largest)
+    return largest
 
 
 def largest_output(

@@ -33,7 +33,7 @@ from lenet.cuda.capture import Launch
 from lenet.cuda.convolutions import Convolutions
 from lenet.cuda.device import Handle, Limits
 from lenet.cuda.graphs import Convolution, Precision, Uid
-from lenet.cuda.halves import largest_inputs
+from lenet.cuda.halves import largest_input
 from lenet.cuda.kernels import FOLDER, NULL, Kernels, Macros, scalar, storage_dtype
 from lenet.cuda.packing import PIXEL_SCALE, layout, padded
 from lenet.errors import BackendUnavailable
@@ -125,7 +125,7 @@ def pack(
     layouts, shapes = layout(model), model.shapes()
     packed: dict[str, Any] = {}
     both = Convolutions.of(model, precision, limits) if own else None
-    for block, shape, largest in zip(model.blocks, shapes, largest_inputs(file), strict=True):
+    for block, shape in zip(model.blocks, shapes, strict=True):
         names = f"{shape.name}.weight", f"{shape.name}.bias"
         weight, bias = (file.tensors[name] for name in names)
         first = shape is shapes[0]
@@ -142,8 +142,9 @@ def pack(
                 # images of 20 -> 50 channels (H100, 2026-11-26).
                 packed[names[0]] = packed[names[0]][..., : shape.input[0]]
         if own and takes_halves(model, shape.name, precision, limits):
-            packed[f"{shape.name}.halves"] = dense_halves.pack(packed[names[0]])
-            packed[f"{shape.name}.factors"] = dense_halves.factors(packed[names[0]], largest)
+            wide, largest = packed[names[0]], largest_input(file, shape.name)
+            packed[f"{shape.name}.halves"] = dense_halves.pack(wide)
+            packed[f"{shape.name}.factors"] = dense_halves.factors(wide, largest)
         if both is not None and precision == "fp32" and shape is shapes[1]:
             first_weight, first_bias = (
                 file.tensors[f"{shapes[0].name}.{kind}"] for kind in ("weight", "bias")

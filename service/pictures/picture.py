@@ -76,13 +76,13 @@ def prepare(
         used_pixels=used_pixels,
         between=between,
     )
-    whole = drawing(grey, invert)
+    whole, alone = drawing(grey, invert), 0.0
     if whole is not None:
-        digit = float(verdicts(whole.view[np.newaxis])[0, 0])
-        if digit >= (MAY_BE_DIGIT if digits == "one" else IS_DIGIT):
+        alone = float(verdicts(whole.view[np.newaxis])[0, 0])
+        if alone >= (MAY_BE_DIGIT if digits == "one" else IS_DIGIT):
             return Prepared(normalised(whole.ink)[np.newaxis], pixels, [])
     between(_SEARCHED)
-    found = _searched(grey, invert, digits, whole)
+    found = _searched(grey, invert, digits, whole, alone)
     if found is None:
         hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
         message = f"{field}: no digit found: the picture is blank, or no ink in it stands out{hint}"
@@ -97,8 +97,13 @@ def prepare(
     return Prepared(images, pixels, doubts)
 
 
-def _searched(grey: Grey, invert: Invert, digits: Digits, whole: Candidate | None) -> Found | None:
-    """The digits of a picture, and doubts; None where there is nothing that may be one."""
+def _searched(
+    grey: Grey, invert: Invert, digits: Digits, whole: Candidate | None, alone: float
+) -> Found | None:
+    """The digits of a picture, and doubts; None where there is nothing that may be one.
+
+    `whole` is all ink on even paper, `alone` the probability that it is a digit.
+    """
     found = candidates(grey, invert, digits)
     if whole is not None:
         found.append(whole)
@@ -111,7 +116,6 @@ def _searched(grey: Grey, invert: Invert, digits: Digits, whole: Candidate | Non
     if digits == "one":
         others = [one.index for one in judged[1:] if one.digit > IS_DIGIT]
         doubt: Doubt | None = None
-        alone = 0.0 if whole is None else float(verdicts(whole.view[np.newaxis])[0, 0])
         if max(best.chance, alone) < _NO_DIGIT:
             doubt = "not_a_digit"
         elif any(2 * height[one] >= height[best.index] for one in others):

@@ -129,7 +129,7 @@ def overlaps(boxes: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def longer_sides(boxes: NDArray[Any]) -> NDArray[Any]:
-    """Of boxes (n, 4), (n,)."""
+    """The longer side of each of the boxes (n, 4): (n,), in their unit."""
     sides: NDArray[Any] = np.maximum(boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2])
     return sides
 

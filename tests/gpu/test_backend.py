@@ -91,8 +91,10 @@ OTHERS = [
 ]
 
 
-OURS = {"convolutions", "first_convolution", "dense", "dense_halves", "dense_softmax"}
-OURS |= {"fused_network"}
+OURS = {
+    *("convolutions", "first_convolution", "fused_network"),
+    *("dense", "dense_halves", "dense_softmax"),
+}
 """Our kernels that compute layers, by their names in CUDA."""
 
 
