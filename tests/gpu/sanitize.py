@@ -50,8 +50,9 @@ PADDED = Model(
         LAST,
     ),
 )
-# Two hidden dense layers: the last round of the first has 16 inputs.
-DENSE = Model("dense", (DenseBlock(100), DenseBlock(40, activation=Activation("tanh")), LAST))
+# Two hidden dense layers: the last round of the first has 16 inputs, and the second half of a
+# block's units.
+DENSE = Model("dense", (DenseBlock(100), DenseBlock(20, activation=Activation("tanh")), LAST))
 ROWS = (1, 7, 140, 300, 1100)  # from several blocks for an image to several images for a block
 
 EPILOGUES = [

@@ -215,7 +215,7 @@ def test_a_dense_layer_of_few_rows_is_that_of_float64(compiled, dtype, largest):
         (5, 200, 13, 64, "relu", 1.0),  # a last round of 8 inputs, less than a block's units
         (70, 128, 72, 64, "elu", 1e12),  # two blocks of rows and of units
         (130, 72, 144, 128, "identity", 1e-30),
-        (3, 4, 8, 64, "sigmoid", 1.0),
+        (3, 4, 5, 64, "sigmoid", 1.0),  # zeros behind the units would become 0.5
     ],
 )
 def test_a_dense_layer_of_halves_is_that_of_float64(
