@@ -63,7 +63,8 @@ def explain_route(requests: Requests) -> ImageRoute:
         limits=replace(requests.limits, max_images=most),
         count=lambda _protocol, _model, times_s: requests.metrics.explained(times_s[-1]),
     )
-    return ImageRoute(fewer, "/explain", partial(read_predict, query_model=ExplainQuery))
+    read = partial(read_predict, query_model=ExplainQuery, is_explained=True)
+    return ImageRoute(fewer, "/explain", read)
 
 
 def explain_endpoint(requests: Requests, thread: ThreadPoolExecutor) -> Endpoint:
@@ -176,6 +177,8 @@ class _Explanation(ImageRequest):
         }
         if found := warnings(self.asked.doubts, version.labels):
             document["warnings"] = found
+        if self.asked.candidates:
+            document["candidates"] = self.asked.candidates
         document["layers"] = [_layer(layer) for layer in layers]
         return Content(JSON, orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))
 

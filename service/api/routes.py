@@ -156,6 +156,7 @@ def read_predict(
     path: Mapping[str, str],
     limits: Limits,
     query_model: type[PredictQuery] = PredictQuery,
+    is_explained: bool = False,
 ) -> tuple[Form, str, str]:
     """The head of `POST /predict`; `query_model` has the parameters that the query may have.
 
@@ -169,6 +170,7 @@ def read_predict(
         limits,
         binary=prefers(OCTETS, headers.get("accept", "")),
         scale=_choice(parameters, "scale", Scale),
+        is_explained=is_explained,
     )
     return form, parameters.get("model", ""), parameters.get("version", "")
 

@@ -242,10 +242,32 @@ class ExplainedLayer(BaseModel):
     values: list[float] | None = Field(None, description="Of the logits, instead of the above.")
 
 
+class ExplainedCandidate(BaseModel):
+    """A mark in a picture, and the probabilities of a small network that judges it."""
+
+    box: list[float] = Field(
+        min_length=4,
+        max_length=4,
+        description="Top, bottom, left and right in shares of the picture's longer side.",
+        examples=[[0.25, 0.5, 0.3, 0.45]],
+    )
+    image: str = Field(description="What the judge saw, 28 x 28: 784 bytes in base64.")
+    digit: float = Field(ge=0, le=1, description="Probability that it is a digit.")
+    mark: float = Field(ge=0, le=1, description="That it is another whole mark, as a letter.")
+    chosen: bool = Field(description="Whether it became an image.")
+
+
 class ExplainResponse(_Computed):
     """The outputs of each layer for one image."""
 
     images: list[str] = Field(description="All images as prepared, 784 bytes each in base64.")
+    candidates: list[ExplainedCandidate] = Field(
+        [],
+        max_length=MAX_EXPLAINED_IMAGES,
+        description="Marks of a picture that was searched for digits: those of the images, in "
+        "their order, and the others, the best first; at most 24, or as many as images. Absent "
+        "of ink alone on even paper, and of bodies that are not a picture.",
+    )
     index: int = Field(description="Which of them is explained.")
     prediction: ImagePrediction
     layers: list[ExplainedLayer]

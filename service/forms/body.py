@@ -24,8 +24,8 @@ from service.forms.multipart import media_type, no_file, parts_of
 from service.forms.pixel_csv import CSV_BEGIN
 from service.forms.pixel_json import sliced_json_images
 from service.forms.pixels import NPY_MAGIC, Scale, check_count
-from service.forms.reader import ARRAYS, CSV, NPY, OCTETS, PICTURES, Doubts, Limits, Reader
-from service.pictures.headers import Digits, Invert, sniff
+from service.forms.reader import ARRAYS, CSV, NPY, OCTETS, PICTURES, Limits, Reader
+from service.pictures.headers import Digits, Doubts, Invert, sniff
 
 _BINARY = (*ARRAYS, *PICTURES)
 ACCEPTED = ("application/json", *_BINARY, "multipart/form-data")

@@ -27,6 +27,9 @@ WRITTEN_ROWS = 256
 MAX_DOUBTS = 256
 """Images of a request that are warned of."""
 
+MAX_CANDIDATES = 24
+"""Candidates of a picture in an explanation, or as many as were taken for digits."""
+
 _DOUBTS = get_args(Doubt)
 
 
@@ -41,6 +44,17 @@ class RequestedOutput:
     name: str
     binary: bool = False
     classes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedCandidate:
+    """A mark in a picture that may be a digit, see `schemas.ExplainedCandidate`."""
+
+    box: tuple[float, float, float, float]
+    image: str
+    digit: float
+    mark: float
+    chosen: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,8 @@ class Asked:
     """How long the request may take; 0 without a limit of its own."""
     doubts: tuple[tuple[int, Doubt], ...] = ()
     """Images whose answer may mean nothing, and why; at most `MAX_DOUBTS`."""
+    candidates: tuple[JudgedCandidate, ...] = ()
+    """What was considered in a picture that is explained."""
 
 
 NOTHING = Asked()
@@ -143,4 +159,9 @@ def asked_from(values: Mapping[str, Any], rows: int) -> Asked:
         0 <= index < rows and doubt in _DOUBTS for index, doubt in doubts
     ):
         raise ValueError(f"{len(doubts)} doubts about {rows} images")
-    return Asked(**{**values, "outputs": outputs, "doubts": doubts})
+    candidates = tuple(
+        JudgedCandidate(**{**one, "box": tuple(one["box"])}) for one in values["candidates"]
+    )
+    if len(candidates) > max(MAX_CANDIDATES, rows):
+        raise ValueError(f"{len(candidates)} candidates of {rows} images")
+    return Asked(**{**values, "outputs": outputs, "doubts": doubts, "candidates": candidates})

@@ -26,7 +26,7 @@ from service.forms.form import (
     Decoded,
 )
 from service.forms.pixels import Scale, octets
-from service.forms.reader import ARRAYS, OCTETS, Limits, NeedsProcess, Reader
+from service.forms.reader import ARRAYS, OCTETS, PICTURES, Limits, NeedsProcess, Reader
 from service.pictures.headers import Between, Digits, Doubt, Invert
 
 WARNINGS: Mapping[Doubt, str] = {
@@ -57,6 +57,7 @@ class ImageForm:
             makes no difference to anything but pictures.
         binary: whether the answer is raw bytes.
         scale: of the numbers of arrays.
+        is_explained: whether what was considered is wanted, too, if the body is a picture.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class ImageForm:
     max_picture_pixels: int
     binary: bool = False
     scale: Scale = "byte"
+    is_explained: bool = False
 
     part: ClassVar[str] = "body"
     names_model: ClassVar[bool] = False
@@ -81,11 +83,12 @@ class ImageForm:
         *,
         binary: bool = False,
         scale: Scale = "byte",
+        is_explained: bool = False,
     ) -> Self:
         """The form of a body of `content_type`. Raises: UnsupportedMediaType."""
         most = limits.max_images, limits.max_picture_pixels
         kind = accepted_type(content_type)
-        return cls(kind, content_type, invert, digits, *most, binary, scale)
+        return cls(kind, content_type, invert, digits, *most, binary, scale, is_explained)
 
     @property
     def in_place(self) -> bool:
@@ -120,12 +123,22 @@ class ImageForm:
 
     def _decode(self, body: bytes, between: Between | None) -> Decoded:
         limits = Limits(self.max_images, self.max_picture_pixels)
-        reader = Reader(limits, between, scale=self.scale, invert=self.invert, digits=self.digits)
+        reader = Reader(
+            limits,
+            between,
+            scale=self.scale,
+            invert=self.invert,
+            digits=self.digits,
+            is_explained=self.is_explained and self.kind in PICTURES,
+        )
         images = read(body, self.content_type, reader)
         doubts = tuple(reader.doubts)
         if not doubts and self.kind in _ARRAYS:
             doubts = array_doubts(images.data.cast("B"), len(images))
-        return Decoded(images, Asked(doubts=doubts) if doubts else NOTHING)
+        candidates = reader.candidates
+        if not doubts and not candidates:
+            return Decoded(images)
+        return Decoded(images, Asked(doubts=doubts, candidates=candidates))
 
 
 _A_ROW = 4

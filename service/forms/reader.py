@@ -7,24 +7,28 @@ on the event loop the reader raises `NeedsProcess` at the first one.
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 from lenet.pixels import PIXELS, Images
 from service.errors import InvalidInput, invalid, shown
 from service.forms import base64_text
-from service.forms.form import BINARY, MAX_DOUBTS
+from service.forms.form import BINARY, MAX_CANDIDATES, MAX_DOUBTS, JudgedCandidate
 from service.forms.pixel_csv import csv_images
 from service.forms.pixels import Scale, check_count, npy, octets
 from service.pictures.headers import (
     MAX_PIXELS,
     Between,
     Digits,
-    Doubt,
+    Doubts,
     Invert,
     recognise,
     sniff,
 )
+
+if TYPE_CHECKING:  # only decoding processes load it
+    from service.pictures.judge import Verdict
 
 OCTETS = BINARY.decode()
 NPY = "application/x-npy"
@@ -40,9 +44,6 @@ _NAME = re.compile(r"\w{2,9}://|[^\n]{1,200}\.\w{2,4}\Z")
 """A URL, or the name of a file."""
 _NUMBERS = re.compile(r"\s*[\[(]*\s*\d+(\.\d*)?[\s,]", re.ASCII)
 _HEX = re.compile(r"[0-9a-fA-F]+")
-
-Doubts: TypeAlias = list[tuple[int, Doubt]]
-"""Images of a request whose answer may mean nothing, and why; `MAX_DOUBTS` of them."""
 
 
 class NeedsProcess(Exception):
@@ -68,6 +69,7 @@ class Reader:
         between: see `service.pictures.headers`; None on the event loop.
         scale: of numbers, see `service.forms.pixels.Scale`.
         doubts: what is doubtful about the images read so far, by their index in the request.
+        candidates: what was considered in the last picture, if it `is_explained`.
     """
 
     def __init__(
@@ -78,9 +80,12 @@ class Reader:
         scale: Scale = "byte",
         invert: Invert = "auto",
         digits: Digits = "one",
+        is_explained: bool = False,
     ) -> None:
         self.limits, self.scale = limits, scale
         self.doubts: Doubts = []
+        self.candidates: tuple[JudgedCandidate, ...] = ()
+        self._is_explained = is_explained
         self.between, self._invert, self._digits = between, invert, digits
         self._used_pixels = 0
 
@@ -112,6 +117,12 @@ class Reader:
         self.doubts.extend((index + number, doubt) for number, doubt in prepared.doubts)
         del self.doubts[MAX_DOUBTS:]
         self._used_pixels += prepared.pixels
+        if self._is_explained:
+            chosen = len(prepared.images)
+            self.candidates = tuple(
+                _explained(one, at < chosen)
+                for at, one in enumerate(prepared.judged[: max(MAX_CANDIDATES, chosen)])
+            )
         return prepared.images
 
     def element(self, content: bytes | memoryview, field: str, index: int) -> Images:
@@ -140,6 +151,13 @@ class Reader:
     def inverted(self, images: Images) -> Images:
         """Arrays of pixels as `invert` says: "auto" leaves them."""
         return ~images if self._invert == "true" else images
+
+
+def _explained(one: Verdict, is_chosen: bool) -> JudgedCandidate:
+    top, bottom, left, right = (round(share, 4) for share in one.candidate.box)
+    image = b64encode(one.candidate.view.tobytes()).decode()
+    digit, mark = round(one.digit, 4), round(one.mark, 4)
+    return JudgedCandidate((top, bottom, left, right), image, digit, mark, is_chosen)
 
 
 def _no_element(content: bytes, field: str, encoding: str, hint: str = "") -> InvalidInput:

@@ -88,7 +88,7 @@ Box: TypeAlias = tuple[float, float, float, float]
 """First row, the row behind the last, and the columns likewise."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
     """A mark: its relief, float32 (height, width), without anything beside it.
 

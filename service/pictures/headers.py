@@ -16,6 +16,8 @@ Doubt: TypeAlias = Literal[
     "several_shapes", "not_a_digit", "looks_inverted", "looks_wider", "looks_transposed"
 ]
 """Why the answer for an image may mean nothing."""
+Doubts: TypeAlias = list[tuple[int, Doubt]]
+"""Images of a picture or a request, by their index, and why."""
 Between: TypeAlias = Callable[[int], None]
 """Called between two steps of decoding, with the pixels that the next one decodes, times the passes
 over them; with 0 for bytes of no picture. It raises to end the work."""

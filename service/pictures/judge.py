@@ -53,13 +53,13 @@ minimum longer side of that mark."""
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Probabilities of the candidate at `index`.
+    """Probabilities of a candidate.
 
     By what the judge sees, that it is a `digit`, and another `mark`; and the `chance` that it is a
     digit, given what else was found.
     """
 
-    index: int
+    candidate: Candidate
     digit: float
     mark: float
     chance: float
@@ -90,7 +90,7 @@ def ranked(found: Sequence[Candidate]) -> list[Verdict]:
             order.append(one)
     chances = 1 / (1 + np.exp(-circumstances(found, judged) @ np.array(CHANCE)))
     return [
-        Verdict(one, float(judged[one, 0]), float(judged[one, 1]), float(chances[one]))
+        Verdict(found[one], float(judged[one, 0]), float(judged[one, 1]), float(chances[one]))
         for one in order
     ]
 

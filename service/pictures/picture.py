@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
 from lenet.pixels import Images
 from service.errors import InvalidInput, TooLarge
-from service.pictures.candidates import SAME_MARK, Box, Candidate, candidates, drawing
-from service.pictures.headers import Between, Digits, Doubt, Invert
-from service.pictures.judge import IS_DIGIT, MAY_BE_DIGIT, ranked, verdicts
+from service.pictures.candidates import SAME_MARK, Box, candidates, drawing
+from service.pictures.headers import Between, Digits, Doubts, Invert
+from service.pictures.judge import IS_DIGIT, MAY_BE_DIGIT, Verdict, ranked, verdicts
 from service.pictures.normalise import normalised
 from service.pictures.picture_files import read_grey
-from service.pictures.shapes import Grey, overlaps
+from service.pictures.shapes import overlaps
 
 _NO_DIGIT = 0.25
 """Probability below which what was found, as all ink on even paper, is warned of as no digit."""
@@ -32,16 +31,18 @@ _IN_LINE = 0.03
 _TALL = 0.45
 """Minimum height of a digit of several, of the tallest one's."""
 
-Found: TypeAlias = tuple[Images, Sequence[tuple[int, Doubt]]]
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The images of a picture, uint8 (n, 28, 28), its number of pixels, and doubts by image."""
+    """The images of a picture, uint8 (n, 28, 28), its number of pixels, and doubts by image.
+
+    `judged` are the candidates of a search: those of the images, then the others, the best first.
+    """
 
     images: Images
     pixels: int
-    doubts: Sequence[tuple[int, Doubt]]
+    doubts: Doubts
+    judged: Sequence[Verdict] = ()
 
 
 def prepare(
@@ -76,70 +77,74 @@ def prepare(
         used_pixels=used_pixels,
         between=between,
     )
-    whole, alone = drawing(grey, invert), 0.0
+    whole, alone = drawing(grey, invert), None
     if whole is not None:
-        alone = float(verdicts(whole.view[np.newaxis])[0, 0])
-        if alone >= (MAY_BE_DIGIT if digits == "one" else IS_DIGIT):
+        digit, mark = verdicts(whole.view[np.newaxis])[0].tolist()
+        alone = Verdict(whole, digit, mark, digit)
+        if digit >= (MAY_BE_DIGIT if digits == "one" else IS_DIGIT):
             return Prepared(normalised(whole.ink)[np.newaxis], pixels, [])
     between(_SEARCHED)
-    found = _searched(grey, invert, digits, whole, alone)
-    if found is None:
-        hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
-        message = f"{field}: no digit found: the picture is blank, or no ink in it stands out{hint}"
-        raise InvalidInput(message, field=field)
-    images, doubts = found
-    if len(images) > MAX_DIGITS:
-        raise TooLarge(
-            f"{field}: got {len(images)} shapes, expected at most {MAX_DIGITS} digits in a "
-            "picture; cut it into several",
-            field=field,
-        )
-    return Prepared(images, pixels, doubts)
-
-
-def _searched(
-    grey: Grey, invert: Invert, digits: Digits, whole: Candidate | None, alone: float
-) -> Found | None:
-    """The digits of a picture, and doubts; None where there is nothing that may be one.
-
-    `whole` is all ink on even paper, `alone` the probability that it is a digit.
-    """
     found = candidates(grey, invert, digits)
     if whole is not None:
         found.append(whole)
     if not found:
-        return None
+        hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
+        message = f"{field}: no digit found: the picture is blank, or no ink in it stands out{hint}"
+        raise InvalidInput(message, field=field)
     judged = ranked(found)
-    best = judged[0]
-    boxes = {one.index: found[one.index].box for one in judged}
-    height = {one: bottom - top for one, (top, bottom, _, _) in boxes.items()}
     if digits == "one":
-        others = [one.index for one in judged[1:] if one.digit > IS_DIGIT]
-        doubt: Doubt | None = None
-        if max(best.chance, alone) < _NO_DIGIT:
-            doubt = "not_a_digit"
-        elif any(2 * height[one] >= height[best.index] for one in others):
-            doubt = "several_shapes"
-        chosen = found[best.index]
-        # All ink, not scaled, where no reading is a digit, or it is of the same mark.
-        if whole is not None:
-            is_same = overlaps(np.array([chosen.box, whole.box]))[0, 1] > SAME_MARK
-            if is_same or best.digit < MAY_BE_DIGIT:
-                chosen = whole
-        return normalised(chosen.ink)[np.newaxis], [(0, doubt)] if doubt else []
-    sure = [one.index for one in judged if one.digit >= MAY_BE_DIGIT] or [best.index]
-    least_height = _TALL * max(height[one] for one in sure)
+        judged[0], doubts = _one(judged, alone)
+        chosen = judged[:1]
+    else:
+        chosen, doubts = _several(judged)
+    if len(chosen) > MAX_DIGITS:
+        raise TooLarge(
+            f"{field}: got {len(chosen)} shapes, expected at most {MAX_DIGITS} digits in a "
+            "picture; cut it into several",
+            field=field,
+        )
+    images = np.stack([normalised(one.candidate.ink) for one in chosen])
+    taken = [one.candidate for one in chosen]
+    others = [one for one in judged if one.candidate not in taken]
+    return Prepared(images, pixels, doubts, chosen + others)
+
+
+def _one(judged: Sequence[Verdict], alone: Verdict | None) -> tuple[Verdict, Doubts]:
+    """The digit of a picture; `alone` is all ink on even paper."""
+    best = judged[0]
+    others = [one for one in judged[1:] if one.digit > IS_DIGIT]
+    doubts: Doubts = []
+    if max(best.chance, alone.chance if alone else 0) < _NO_DIGIT:
+        doubts = [(0, "not_a_digit")]
+    elif any(2 * _height(one) >= _height(best) for one in others):
+        doubts = [(0, "several_shapes")]
+    # All ink, not scaled, where no reading is a digit, or it is of the same mark.
+    if alone is not None:
+        boxes = np.array([best.candidate.box, alone.candidate.box])
+        if overlaps(boxes)[0, 1] > SAME_MARK or best.digit < MAY_BE_DIGIT:
+            return alone, doubts
+    return best, doubts
+
+
+def _several(judged: Sequence[Verdict]) -> tuple[list[Verdict], Doubts]:
+    """The digits of a picture, in reading order."""
+    sure = [one for one in judged if one.digit >= MAY_BE_DIGIT] or [judged[0]]
+    least_height = _TALL * max(map(_height, sure))
     # Beside a digit and as tall as it, a shape is one that is hard to read, or a sign.
     for one in judged:
         is_likely = one.digit >= _IN_LINE or one.mark >= MAY_BE_DIGIT
-        is_beside = any(_in_line(boxes[one.index], boxes[it]) for it in sure)
-        if is_likely and is_beside and one.index not in sure:
-            sure.append(one.index)
-    order = reading_order({one: boxes[one] for one in sure if height[one] >= least_height})
-    digit = {one.index: one.digit for one in judged}
-    doubtful = (at for at, one in enumerate(order) if digit[one] < _IN_LINE)
-    images = np.stack([normalised(found[one].ink) for one in order])
-    return images, [(at, "not_a_digit") for at in doubtful]
+        is_beside = any(_in_line(one.candidate.box, it.candidate.box) for it in sure)
+        if is_likely and is_beside and one not in sure:
+            sure.append(one)
+    tall = [one for one in sure if _height(one) >= least_height]
+    order = reading_order({at: one.candidate.box for at, one in enumerate(tall)})
+    chosen = [tall[at] for at in order]
+    return chosen, [(at, "not_a_digit") for at, one in enumerate(chosen) if one.digit < _IN_LINE]
+
+
+def _height(one: Verdict) -> float:
+    top, bottom, _, _ = one.candidate.box
+    return bottom - top
 
 
 def _in_line(one: Box, other: Box) -> bool:

@@ -16,8 +16,8 @@ from tests.service_process import PATIENCE_S
 KEY = "a-key-that-nobody-knows"
 
 
-def photograph(digits, size=(1200, 800)):
-    """A JPEG of dark ink on unevenly lit, noisy paper."""
+def photograph(digits, size=(1200, 800), crosses=()):
+    """A JPEG of dark ink on unevenly lit, noisy paper; `crosses` are points in pixels."""
     width, height = size
     paper = np.add.outer(np.linspace(0, -40, height), np.linspace(225, 190, width))
     sheet = Image.fromarray(paper.astype(np.uint8))
@@ -25,6 +25,9 @@ def photograph(digits, size=(1200, 800)):
     for points in row(digits):
         line = [(x * width, height * (0.5 + (y - 0.5) * width / height)) for x, y in points]
         pen.line(line, fill=50, width=26, joint="curve")
+    for x, y in crosses:
+        pen.line([(x - 40, y), (x + 40, y)], fill=50, width=16)
+        pen.line([(x, y - 40), (x, y + 40)], fill=50, width=16)
     pixels = np.asarray(sheet.filter(ImageFilter.GaussianBlur(2)), np.float32)
     noisy = pixels + np.random.default_rng(0).normal(0, 4, pixels.shape)
     file = io.BytesIO()
@@ -256,6 +259,25 @@ def test_a_photograph_is_prepared_shown_and_read(service, visit):
     assert page.locator("#seen button").count() == 3
     page.draw(STROKES[0])  # which begins afresh
     page.reads("0,")
+
+
+def test_what_was_considered_in_a_photograph_is_shown_with_what_the_judge_says(service, visit):
+    page = visit(service)
+    assert page.is_hidden("#considered")
+    page.set_input_files("#photo", photograph([9, 5], crosses=[(100, 100), (1100, 700)]))
+    page.reads("95,")
+    told = page.locator("#candidates li").all_inner_texts()
+    words = [" ".join(one.split()[:-2]) for one in told]
+    assert words[:4] == ["a digit"] * 2 + ["another mark"] * 2
+    assert set(words[4:]) <= {"neither"}  # parts of the strokes and of the paper
+    assert all(33 < float(one.split()[-2]) <= 100 for one in told)
+    squares = page.locator("#candidates canvas")
+    named = squares.evaluate_all("all => all.map((one) => one.ariaLabel.split(', ')[1])")
+    assert named == ["read:"] * 2 + ["left out:"] * (len(told) - 2)
+    frames = "all => all.map((one) => getComputedStyle(one).outlineStyle)"
+    assert squares.evaluate_all(frames) == ["solid"] * 2 + ["none"] * (len(told) - 2)
+    page.click("#clear")
+    assert page.is_hidden("#considered")
 
 
 @pytest.mark.parametrize(
@@ -549,7 +571,7 @@ def test_the_view_of_the_service_shows_live_figures(service, visit):
     page.wait_for_selector("#paper")
 
 
-@pytest.mark.parametrize("view", ["draw", "service"])
+@pytest.mark.parametrize("view", ["draw", "photograph", "service"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -569,6 +591,10 @@ def test_everybody_can_read_the_page(service, visit, view, options):
         page.locator("#classes button").nth(4).click()
         page.wait_for_selector(".layer canvas")
         page.until("flip-text", ".includes(' 4 into ')")
+    elif view == "photograph":
+        page.set_input_files("#photo", photograph([9, 5], crosses=[(100, 100), (1100, 700)]))
+        page.reads("95,")
+        assert page.locator("#candidates li").count() >= 4
     else:
         page.wait_for_selector("#loaded tr")
     width = "document.documentElement.scrollWidth - document.documentElement.clientWidth"

@@ -1,6 +1,6 @@
 // What each layer makes of an image, with what it has to do with cuDNN.
 
-import { fit, make } from "./show.js";
+import { fit, fromBase64, make } from "./show.js";
 
 /** Show the layers of an answer of /explain in `place`; `names` are those of the classes. */
 export function showInside(place, layers, names) {
@@ -18,7 +18,7 @@ export function showInside(place, layers, names) {
 /** The bytes of a layer, 0 for its lowest value and 255 for its highest. */
 function bytesOf({ data, values, low, high }) {
   return values ? values.map((value) => Math.round(255 * (value - low) / (high - low || 1)))
-    : Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
+    : fromBase64(data);
 }
 
 const valuesOf = (layer) => layer.values ?? Array.from(bytesOf(layer), (byte) => layer.low + byte * (layer.high - layer.low) / 255);

@@ -1,7 +1,7 @@
 // The page: what is drawn, what is asked, what is shown. Loaded as a module; there is no build step.
 
 import { broken, digitsOf, draw, imageOf, pictureOf, PIXELS, SIDE } from "./prepare.js";
-import { $, bars, colour, count, duration, make, fit, fresh, note, on, percent, say, showGrey } from "./show.js";
+import { $, bars, colour, count, duration, make, fit, fresh, fromBase64, note, on, percent, say, showGrey } from "./show.js";
 import { BYTES, Refused, ask, attempt, hasKey, newest, noteSuccess, onReturn } from "./talk.js";
 import { showHand } from "./hand.js";
 import { snippets } from "./snippets.js";
@@ -65,6 +65,7 @@ function begin(point) {
 function forgetPixels() {
   pixels = [];
   warnings = [];
+  showCandidates();
   say("photo-note", "");
 }
 
@@ -655,9 +656,26 @@ async function take(file) {
     showVerdict(explanation);
     return;
   }
-  pixels = explanation.images.map((text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0)));
+  showCandidates(explanation.candidates);
+  pixels = explanation.images.map(fromBase64);
   chosen = 0;
   changed();
+}
+
+/** The marks that a photograph was searched for, and the judge's word on each. */
+function showCandidates(candidates = []) {
+  $("considered").hidden = !candidates.length;
+  const square = () => make("li", {}, make("canvas", { role: "img" }), make("span"), make("b"));
+  fit($("candidates"), candidates.length, square).forEach((one, i) => {
+    const { image, digit, mark, chosen: isRead } = candidates[i];
+    const words = [["a digit", digit], ["another mark", mark], ["neither", Math.max(0, 1 - digit - mark)]];
+    const [word, part] = words.reduce((best, other) => (other[1] > best[1] ? other : best));
+    one.classList.toggle("chosen", isRead);
+    showGrey(one.firstChild, fromBase64(image));
+    one.firstChild.ariaLabel = `Mark ${i + 1} of ${candidates.length}, ${isRead ? "read" : "left out"}:`;
+    one.children[1].textContent = `${word} `;
+    one.lastChild.textContent = percent(part);
+  });
 }
 
 /** What is wrong with a picture; undefined where the picture is not the cause. */

@@ -31,6 +31,9 @@ export function note(text, bad = false) {
   status.classList.toggle("bad", bad);
 }
 
+/** The bytes of a text in base64. */
+export const fromBase64 = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+
 export const percent = (part) => `${(100 * part).toFixed(1)} %`;
 
 /** A time in milliseconds with its unit. */

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from lenet import explanation
 from lenet.explanation import Change, explain
@@ -16,10 +18,15 @@ from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
 from service.api import explain as module
 from service.api.explain import layers_of
+from service.api.routes import read_predict
 from service.api.schemas import ExplainResponse, InfoResponse
 from service.errors import InferenceFailed, InvalidInput
+from service.forms.form import NOTHING
+from service.forms.reader import Limits
+from service.pictures.judge import verdicts
 from tests.conftest import draw_weights
 from tests.documented import documented
+from tests.pictures import PNG, encoded, seven
 from tests.service.api.test_app import JSON, RAW
 from tests.service_process import PATIENCE_S
 from tests.wire.doors import until
@@ -122,6 +129,35 @@ async def test_a_committed_model_is_explained_as_it_answers(open_app, query, cha
         ("dense1", "dense", [500]),
         ("dense2", "logits", [10]),
     ]
+
+
+async def test_what_was_considered_in_a_picture_is_in_its_explanation_alone(post):
+    grey = np.full((512, 512), 240, np.uint8)
+    glyph = np.array(Image.open(io.BytesIO(seven(112)))) == 255
+    boxes = [(116, 196, 128, 184), (116, 196, 328, 384)]  # of two sevens in a line
+    for top, _, left, _ in boxes:
+        grey[top - 16 : top + 96, left - 28 : left + 84][glyph] = 40
+    for top, left in np.ndindex(4, 8):  # crosses that are too small for digits beside them
+        part = grey[250 + 60 * top :, 30 + 60 * left :]
+        part[12:18, :30] = part[:30, 12:18] = 40
+    found = answer(await post(encoded(grey), PNG, "?digits=several&invert=true"))
+    assert [one.chosen for one in found.candidates] == [True] * 2 + [False] * 22
+    for image, box, one in zip(found.images, boxes, found.candidates, strict=False):
+        top, bottom, left, right = box
+        np.testing.assert_allclose(one.box, np.array(box) / 512, atol=2 / 512)
+        alone = encoded(grey[top - 20 : bottom + 20, left - 40 : right + 40])
+        said = answer(await post(alone, PNG))
+        assert said.candidates == []  # it is taken as it is
+        np.testing.assert_allclose(pixels(image), pixels(said.images[0]), atol=2)
+    seen = np.stack([pixels(one.image) for one in found.candidates])
+    judged = [(one.digit, one.mark) for one in found.candidates]
+    np.testing.assert_allclose(verdicts(seen), judged, atol=1e-4)
+    head = b"digits=several&invert=true", {"content-type": PNG}, {}, Limits(64)
+    assert read_predict(*head)[0].decode(encoded(grey), lambda _: None).asked is NOTHING
+
+
+def pixels(text):
+    return np.frombuffer(base64.b64decode(text), np.uint8).reshape(28, 28)
 
 
 WRONG_QUERIES = [

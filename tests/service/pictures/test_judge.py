@@ -52,7 +52,10 @@ def test_candidates_apart_are_in_the_order_in_which_the_judge_believes_in_them(m
     square, seven = view_alone(np.full((20, 20), 255, np.float32)), of_digit(mnist, 7)
     found = [candidate(square, 0.1), candidate(seven, 0.6), candidate(square, 0.61)]
     order = ranked(found)
-    assert [one.index for one in order] == [1, 0]  # the third lies over the second
+    assert [one.candidate for one in order] == [
+        found[1],
+        found[0],
+    ]  # the third lies over the second
     of_view = [(one.digit, one.mark) for one in order]
     np.testing.assert_array_equal(
         np.float32(of_view), verdicts(np.stack([one.view for one in found]))[[1, 0]]
@@ -60,10 +63,10 @@ def test_candidates_apart_are_in_the_order_in_which_the_judge_believes_in_them(m
     assert order[0].chance > 0.9 > 0.1 > order[1].chance
     # Of two that are as good the larger, the one that more readings agree on, and that lost less.
     large = candidate(seven, 0.6)
-    assert ranked([candidate(seven, 0.1, 0.2), large])[0].index == 1
-    assert ranked([replace(candidate(seven, 0.1), votes=1), large])[0].index == 1
+    assert ranked([candidate(seven, 0.1, 0.2), large])[0].candidate is large
+    assert ranked([replace(candidate(seven, 0.1), votes=1), large])[0].candidate is large
     thin = replace(candidate(seven, 0.1), ink=np.eye(8, dtype=np.float32))
-    assert ranked([thin, large])[0].index == 1
+    assert ranked([thin, large])[0].candidate is large
 
 
 def test_a_digit_within_a_sign_is_less_likely_one(mnist):
@@ -71,5 +74,5 @@ def test_a_digit_within_a_sign_is_less_likely_one(mnist):
     alone = ranked([seven])[0]
     within = ranked([seven, candidate(star(), 0.35, 0.5, votes=1)])[0]
     assert verdicts(star()[np.newaxis])[0, 1] > 0.5
-    assert within.index == 0
+    assert within.candidate is seven
     assert within.chance < alone.chance
