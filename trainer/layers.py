@@ -79,8 +79,10 @@ class Dense(Layer):
     def backward(self, dy: Array) -> Array | None:
         """The gradients of weight and input."""
         saved = self._take_saved()
+        # What follows waits for the gradient of the input, and nothing for the weight's.
+        dx = None if self._first else self._ops.dense_input_gradient(dy, saved)
         self.gradients = {f"{self.name}.weight": self._ops.dense_weight_gradient(dy, saved)}
-        return None if self._first else self._ops.dense_input_gradient(dy, saved)
+        return dx
 
 
 class BlockEpilogue(Layer):

@@ -166,6 +166,7 @@ def take_step(
         x, labels = ops.batch(state)
         with span("forward"):
             network.forward(x, labels, state, hook)
+        ops.prefetch(state)
         with span("backward"):
             network.backward(hook)
         with span("update"):

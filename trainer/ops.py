@@ -163,6 +163,10 @@ class TrainingOps(Protocol):
         """
         ...
 
+    def prefetch(self, state: RunState) -> None:
+        """Begin to draw the next step's batch, where that may go on beside this step."""
+        ...
+
     def input_from_images(self, images: Images) -> Array:
         """Pixels times 1/255, as activations of one channel: uint8 (n, h, w) in."""
         ...

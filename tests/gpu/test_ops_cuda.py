@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from threading import Event
 
 import numpy as np
@@ -332,13 +333,7 @@ def trained(ops, model, run, steps, capture, dropout=0.0, frozen=0):
     optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4, True)
     state = ops.start(run)
 
-    def step():
-        x, labels = ops.batch(state)
-        network.forward(x, labels, state)
-        network.backward()
-        optimizer.step(network.gradients, state)
-        ops.end_step(state)
-
+    step = partial(take_step, network, optimizer, state)
     once = ops.capture(step) if capture else step
     for _ in range(steps):
         once()

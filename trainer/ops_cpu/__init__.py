@@ -123,6 +123,9 @@ class CpuOps:
         images = warp(run.digits.images[chosen], run.limits, run.seed, step)
         return self.input_from_images(images), run.digits.labels[chosen]
 
+    def prefetch(self, state: CpuRunState) -> None:
+        """Nothing: there is nothing that it could go on beside."""
+
     def input_from_images(self, images: Images) -> Array:
         """Uint8 (n, h, w) -> (1, h, w, n), times 1/255."""
         x = np.ascontiguousarray(images.transpose(1, 2, 0)[np.newaxis]).astype(self._dtype)

@@ -82,39 +82,52 @@ __device__ inline float sample(const uint8 (*image)[PADDED_SIDE], float y, float
 }
 
 // images: (size, 28, 28); labels: (size). x: SCALAR (rows, 28, 28), out_labels: (rows).
-// The global batch has `batch` rows, of which this GPU's begin at first_row; size >= batch; an
-// incomplete last batch of an epoch is dropped. One block of 256 threads a row.
-extern "C" __global__ void __launch_bounds__(256)
+// The batch is that of step *step + ahead. The global batch has `batch` rows, of which this GPU's
+// begin at first_row; size >= batch; an incomplete last batch of an epoch is dropped.
+// Grid: ceil(rows / ROWS) blocks of ROWS THREADS threads. ROWS rows a block, because it runs beside
+// kernels that need whole multiprocessors: 256 rows leave half of them free.
+constexpr int ROWS = 4, THREADS = 256;
+
+extern "C" __global__ void __launch_bounds__(ROWS* THREADS)
     training_batch(const uint8* __restrict__ images, const uint8* __restrict__ labels,
                    const int* __restrict__ step, SCALAR* __restrict__ x,
-                   uint8* __restrict__ out_labels, uint64 seed, int size, int batch, int first_row,
-                   float rotation, float scale, float shear, float shift, float elastic) {
-    __shared__ uint8 image[PADDED_SIDE][PADDED_SIDE];
-    __shared__ alignas(16) float draws[(DRAWS + 3) / 4 * 4];
-    __shared__ unsigned source;
+                   uint8* __restrict__ out_labels, uint64 seed, int ahead, int size, int batch,
+                   int first_row, int rows, float rotation, float scale, float shear, float shift,
+                   float elastic) {
+    constexpr int PADDED = PADDED_SIDE * PADDED_SIDE, DRAWN = (DRAWS + 3) / 4;
+    __shared__ uint8 padded[ROWS][PADDED_SIDE][PADDED_SIDE];
+    __shared__ float4 drawn[ROWS][DRAWN];
+    __shared__ unsigned sources[ROWS];
     const Limits limits = {rotation, scale, shear, shift, elastic};
-    const int thread = threadIdx.x, row = first_row + blockIdx.x;
+    const int place = threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+    const int out = blockIdx.x * ROWS + place, row = first_row + out, number = *step + ahead;
 
     // Warps in parallel: the random draws, and the index of the image.
-    if (thread < (elastic == 0 ? (AFFINE_DRAWS + 3) / 4 : (DRAWS + 3) / 4)) {
-        const uint4 words = philox(seed, make_uint4(row, *step, AUGMENTATION, thread));
-        reinterpret_cast<float4*>(draws)[thread] =
-            make_float4(uniform_signed(words.x), uniform_signed(words.y), uniform_signed(words.z),
-                        uniform_signed(words.w));
-    } else if (thread == WARP) {
+    if (thread < (elastic == 0 ? (AFFINE_DRAWS + 3) / 4 : DRAWN)) {
+        const uint4 words = philox(seed, make_uint4(row, number, AUGMENTATION, thread));
+        drawn[place][thread] = make_float4(uniform_signed(words.x), uniform_signed(words.y),
+                                           uniform_signed(words.z), uniform_signed(words.w));
+    } else if (thread == WARP && out < rows) {
         const int steps = size / batch;
-        source = permutation(seed, *step / steps, size, *step % steps * batch + row);
-        out_labels[blockIdx.x] = labels[source];
+        const unsigned source =
+            permutation(seed, number / steps, size, number % steps * batch + row);
+        sources[place] = source;
+        out_labels[out] = labels[source];
     }
-    for (int i = thread; i < PADDED_SIDE * PADDED_SIDE; i += blockDim.x) image[0][i] = 0;
+    uint8(*image)[PADDED_SIDE] = padded[place];
+    for (int i = thread; i < PADDED; i += THREADS) image[0][i] = 0;
     __syncthreads();
-    const uint8* from = images + static_cast<size_t>(source) * PIXELS;
-    for (int i = thread; i < PIXELS; i += blockDim.x) image[i / SIDE + 1][i % SIDE + 1] = from[i];
+    if (out < rows) {
+        const uint8* from = images + static_cast<size_t>(sources[place]) * PIXELS;
+        for (int i = thread; i < PIXELS; i += THREADS) image[i / SIDE + 1][i % SIDE + 1] = from[i];
+    }
     __syncthreads();
+    if (out >= rows) return;
 
+    const float* draws = reinterpret_cast<const float*>(drawn[place]);
     const Affine map = affine(draws, limits);
-    SCALAR* to = x + blockIdx.x * PIXELS;
-    for (int pixel = thread; pixel < PIXELS; pixel += blockDim.x) {
+    SCALAR* to = x + static_cast<size_t>(out) * PIXELS;
+    for (int pixel = thread; pixel < PIXELS; pixel += THREADS) {
         const int i = pixel / SIDE, j = pixel % SIDE;
         const float down = i - CENTRE, right = j - CENTRE;
         float source_y = map.yy * down + map.yx * right + (CENTRE + 1 + map.y);

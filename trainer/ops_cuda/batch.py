@@ -15,10 +15,11 @@ import numpy as np
 from lenet.cuda import kernels
 from lenet.cuda.kernels import Kernels, Macros, scalar
 from lenet.cuda.memory import Arena
-from lenet.pixels import HEIGHT, SCALE, WIDTH, Images
+from lenet.pixels import SCALE, Images
 from trainer.ops_cuda.state import FOLDER, RunState
 
 _THREADS = 256
+_ROWS = 4  # of a block of training_batch
 
 
 class BatchKernels:
@@ -30,13 +31,20 @@ class BatchKernels:
 
     def batch(self, state: RunState) -> tuple[Any, Any]:
         """This rank's rows of the step: (rows, 28, 28, 1) and uint8 (rows,)."""
-        run, rows = state.run, state.rows
-        x = self._arena.take((rows, HEIGHT, WIDTH, 1), self._dtype)
-        labels = self._arena.take((rows,), cupy.uint8)
-        limits = run.limits
+        if not state.is_drawn:
+            self._draw(state, 0, *state.batch)
+        return state.batch
+
+    def prefetch(self, state: RunState) -> None:
+        """Draw the rows of the next step."""
+        self._draw(state, 1, *state.next_batch)
+        state.is_next_drawn = True
+
+    def _draw(self, state: RunState, ahead: int, x: Any, labels: Any) -> None:
+        run, limits = state.run, state.run.limits
         self._kernels.get(FOLDER / "batch.cu", "training_batch", self._scalar)(
-            (rows,),
-            (_THREADS,),
+            (-(-state.rows // _ROWS),),
+            (_ROWS * _THREADS,),
             (
                 state.images,
                 state.labels,
@@ -44,9 +52,11 @@ class BatchKernels:
                 x,
                 labels,
                 np.uint64(run.seed),
+                np.int32(ahead),
                 np.int32(len(run.digits)),
                 np.int32(run.batch),
                 np.int32(state.first_row),
+                np.int32(state.rows),
                 np.float32(math.radians(limits.rotation)),
                 np.float32(limits.scale),
                 np.float32(math.radians(limits.shear)),
@@ -54,7 +64,6 @@ class BatchKernels:
                 np.float32(limits.elastic),
             ),
         )
-        return x, labels
 
     def input_from_images(self, images: Images) -> Any:
         """Uint8 (n, 28, 28) from the host -> (n, 28, 28, 1), times 1/255."""

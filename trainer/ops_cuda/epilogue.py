@@ -28,6 +28,7 @@ _CONSTANTS = {"EPSILON": float(EPSILON), "RUNNING_SHARE": float(RUNNING_SHARE)}
 _SUM_THREADS = 512
 _MAX_SUM_BLOCKS = 132  # the last block adds the sums of all
 _MAX_TILES = 1 << 14
+_MAX_PIXELS = 512  # of a batch, that one block sums and then goes on with
 
 
 class SavedEpilogue(NamedTuple):
@@ -47,6 +48,8 @@ class Epilogues:
     def __init__(self, handle: Handle, kernels: Kernels, arena: Arena) -> None:
         self._handle, self._kernels, self._arena = handle, kernels, arena
         self.ranks: Ranks | None = None
+        # `ranks` does not say it: a capture's first run leaves them out.
+        self.is_alone = True
         # Zeros between any two launches: one for each tile of channels.
         self._counters = cupy.zeros(_MAX_TILES, cupy.uint32)
 
@@ -55,20 +58,26 @@ class Epilogues:
         norm = epilogue.norm
         mean = variance = None
         shape = _shape(x, epilogue)
-        if norm is not None:
-            mean, variance = norm.mean.master, norm.variance.master
-            if training:
-                mean, variance = self._moments(shape, x, mean, variance)
         rows = len(x)
         y = self._arena.take((rows, *shape.output, shape.c), x.dtype)
         index = self._arena.take(y.shape, shape.index) if training and shape.index else None
         gamma, beta = _gamma_beta(epilogue)
-        self._launch(
-            shape,
-            "epilogue_forward",
-            rows * math.prod(shape.output),
-            (x, mean, variance, gamma, beta, y, index, np.int32(rows)),
-        )
+        if norm is not None:
+            mean, variance = norm.mean.master, norm.variance.master
+        if norm is not None and training and self._fits_one_block(shape, rows):
+            moved = *(self._arena.take((shape.c,), cupy.float32) for _ in range(2)), mean, variance
+            mean, variance, *_ = moved
+            arguments = x, gamma, beta, y, *moved, np.int32(rows)
+            self._launch_one(shape, "epilogue_normalize", rows, arguments)
+        else:
+            if norm is not None and training:
+                mean, variance = self._moments(shape, x, mean, variance)
+            self._launch(
+                shape,
+                "epilogue_forward",
+                rows * math.prod(shape.output),
+                (x, mean, variance, gamma, beta, y, index, np.int32(rows)),
+            )
         if x.ndim == 2:
             y = y.reshape(rows, shape.c)
         return y, SavedEpilogue(shape, epilogue, x, mean, variance, index)
@@ -78,29 +87,34 @@ class Epilogues:
         shape, epilogue, x, mean, variance, index = saved
         gamma, beta = _gamma_beta(epilogue)
         rows = len(x)
-        sums = self._sums(
-            shape,
-            "epilogue_backward_sums",
-            rows * math.prod(shape.output if shape.index else (shape.h, shape.w)),
-            (x, dy, index, mean, variance, gamma, beta),
-            (np.int32(rows),),
-            planes=2 if shape.norm else 1,
-        )
-        if not shape.norm and shape.pool is None and shape.activation.kind == "identity":
-            return dy, (sums[0],)
-        if shape.norm:
-            self._all_reduce(sums)
-        dx = self._arena.take(x.shape, x.dtype)
-        self._launch(
-            shape,
-            "epilogue_backward",
-            rows * shape.h * shape.w,
-            (
-                *(x, dy, index, mean, variance, gamma, beta, sums, dx),
-                np.int32(rows),
-                np.int32(self._count(shape, rows)),
-            ),
-        )
+        is_plain = not shape.norm and shape.pool is None and shape.activation.kind == "identity"
+        if not is_plain and self._fits_one_block(shape, rows):
+            sums = self._arena.take((2, shape.c), cupy.float32)
+            dx = self._arena.take(x.shape, x.dtype)
+            arguments = x, dy, mean, variance, gamma, beta, sums, dx, np.int32(rows)
+            self._launch_one(shape, "epilogue_gradients", rows, arguments)
+        else:
+            given = x, dy, index, mean, variance, gamma, beta
+            sums = self._sums(
+                shape,
+                "epilogue_backward_sums",
+                rows * math.prod(shape.output if shape.index else (shape.h, shape.w)),
+                given,
+                (np.int32(rows),),
+                planes=2 if shape.norm else 1,
+            )
+            if is_plain:
+                return dy, (sums[0],)
+            if shape.norm:
+                self._all_reduce(sums)
+            dx = self._arena.take(x.shape, x.dtype)
+            count = np.int32(self._count(shape, rows))
+            self._launch(
+                shape,
+                "epilogue_backward",
+                rows * shape.h * shape.w,
+                (*given, sums, dx, np.int32(rows), count),
+            )
         return dx, (sums[1], sums[0]) if shape.norm else (sums[0],)
 
     def _moments(
@@ -152,6 +166,17 @@ class Epilogues:
         blocks = shape.blocks(pixels)
         function = self._get(shape, kernel)
         function((blocks, tiles), (THREADS,), _pointers(arguments))
+
+    def _launch_one(
+        self, shape: EpilogueShape, kernel: str, rows: int, arguments: tuple[Any, ...]
+    ) -> None:
+        """One block for each vector of channels, with a thread for each pixel."""
+        threads = -(-rows * shape.h * shape.w // 32) * 32
+        self._get(shape, kernel)((shape.c // shape.lanes,), (threads,), _pointers(arguments))
+
+    def _fits_one_block(self, shape: EpilogueShape, rows: int) -> bool:
+        pixels = rows * shape.h * shape.w
+        return self.is_alone and shape.pool is None and pixels <= _MAX_PIXELS
 
     def _get(self, shape: EpilogueShape, kernel: str) -> Any:
         source = _FORWARD if kernel == "epilogue_forward" else _BACKWARD

@@ -54,42 +54,46 @@ __device__ bool sum_over_grid(float (&values)[PLANES][LANES], float* partial, un
         }
     }
     __syncthreads();
-    float* mine = partial + blockIdx.y * gridDim.x * VALUES;
-    if (thread < VALUES) {
-        float sum = 0;
+    float sum = 0;
+    if (thread < VALUES)
         for (int warp = 0; warp < blockDim.x / WARP; ++warp) sum += shared[warp][thread];
-        mine[blockIdx.x * VALUES + thread] = sum;
-    }
-    if (!last_block(counters + blockIdx.y, gridDim.x)) return false;
+    if (gridDim.x > 1) {
+        float* mine = partial + blockIdx.y * gridDim.x * VALUES;
+        if (thread < VALUES) mine[blockIdx.x * VALUES + thread] = sum;
+        if (!last_block(counters + blockIdx.y, gridDim.x)) return false;
 
-    const int groups = blockDim.x / VALUES, value = thread % VALUES;
-    const int end = gridDim.x * VALUES;
-    float sum = strided_sum(mine, thread / VALUES * VALUES + value, end, groups * VALUES);
-    grouped[thread] = sum;
-    __syncthreads();
-    const int channel = blockIdx.y * TILE_CHANNELS + thread % TILE_CHANNELS;
-    if (thread < VALUES && channel < C) {
-        for (int group = 1; group < groups; ++group) sum += grouped[group * VALUES + thread];
-        sums[thread / TILE_CHANNELS * C + channel] = channel < CHANNELS ? sum : 0;
+        const int groups = blockDim.x / VALUES, value = thread % VALUES;
+        const int end = gridDim.x * VALUES;
+        sum = strided_sum(mine, thread / VALUES * VALUES + value, end, groups * VALUES);
+        grouped[thread] = sum;
+        __syncthreads();
+        if (thread < VALUES)
+            for (int group = 1; group < groups; ++group) sum += grouped[group * VALUES + thread];
     }
+    const int channel = blockIdx.y * TILE_CHANNELS + thread % TILE_CHANNELS;
+    if (thread < VALUES && channel < C)
+        sums[thread / TILE_CHANNELS * C + channel] = channel < CHANNELS ? sum : 0;
     __syncthreads();
     return true;
 }
 
-// Mean and variance of one channel from its sums about the running mean. Updates the running ones
-// unless the new ones are not finite. They move in a step in which only a gradient overflows.
-__device__ inline void moments(int channel, const float* sums, int count, float* mean,
-                               float* variance, float* running_mean, float* running_variance) {
-    const float offset = sums[channel] / count, pivot = running_mean[channel];
-    const float difference = sums[C + channel] / count - offset * offset;
+// Mean and variance of one channel from the sums of x - running_mean and of its square. Updates the
+// running ones unless the new ones are not finite. They move in a step in which only a gradient
+// overflows.
+__device__ inline float2 moments(int channel, float sum, float squares, int count, float* mean,
+                                 float* variance, float* running_mean, float* running_variance) {
+    const float offset = sum / count, pivot = running_mean[channel];
+    const float difference = squares / count - offset * offset;
     const float biased = difference < 0 ? 0 : difference;
     mean[channel] = pivot + offset;
     variance[channel] = biased;
     const float unbiased = biased * (static_cast<float>(count) / (count > 1 ? count - 1 : 1));
     const float old = running_variance[channel];
-    if (channel >= CHANNELS || !isfinite(offset) || !isfinite(unbiased)) return;
-    running_mean[channel] = pivot + RUNNING_SHARE * offset;
-    running_variance[channel] = old + RUNNING_SHARE * (unbiased - old);
+    if (channel < CHANNELS && isfinite(offset) && isfinite(unbiased)) {
+        running_mean[channel] = pivot + RUNNING_SHARE * offset;
+        running_variance[channel] = old + RUNNING_SHARE * (unbiased - old);
+    }
+    return make_float2(pivot + offset, biased);
 }
 
 // sums: of x - running_mean and of its square, over rows H W. Subtracting running_mean, the pivot,
@@ -129,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(MAX_SUM_THREADS)
     const bool last = sum_over_grid(values, partial, counters, sums);
     const int channel = blockIdx.y * TILE_CHANNELS + threadIdx.x;
     if (last && finish && threadIdx.x < TILE_CHANNELS && channel < C)
-        moments(channel, sums, rows * H * W, mean, variance, running_mean, running_variance);
+        moments(channel, sums[channel], sums[C + channel], rows * H * W, mean, variance,
+                running_mean, running_variance);
 }
 
 // One thread a channel. count: elements of a channel over all GPUs.
@@ -137,7 +142,9 @@ extern "C" __global__ void epilogue_moments(const float* sums, int count, float*
                                             float* variance, float* running_mean,
                                             float* running_variance) {
     const int channel = blockIdx.x * blockDim.x + threadIdx.x;
-    if (channel < C) moments(channel, sums, count, mean, variance, running_mean, running_variance);
+    if (channel < C)
+        moments(channel, sums[channel], sums[C + channel], count, mean, variance, running_mean,
+                running_variance);
 }
 
 // da, the gradient of the activation at pixel (row, i, j), summed over the windows that cover it.
@@ -244,4 +251,93 @@ extern "C" __global__ void __launch_bounds__(256, 3)
         }
         store(dx + at, gradient);
     }
+}
+
+// The two kernels below compute one epilogue without pooling of few pixels, as a dense layer's, in
+// one launch: a block has a vector of channels, and a thread a pixel, which it reads once.
+// Grid: C / LANES blocks; threads: rows H W, rounded up to whole warps, at most MAX_PIXELS.
+constexpr int MAX_PIXELS = 512;
+
+// Sums a block's threads, in an order of its own: totals[k] of `values` k, 0 for padded channels.
+template <int PLANES>
+__device__ inline void sum_over_block(const float (&values)[PLANES][LANES], int channel,
+                                      float (&totals)[PLANES][LANES]) {
+    __shared__ float shared[PLANES * LANES][MAX_PIXELS];
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int k = 0; k < PLANES * LANES; ++k) shared[k][threadIdx.x] = values[k / LANES][k % LANES];
+    __syncthreads();
+#pragma unroll 1
+    for (int k = threadIdx.x / WARP; k < PLANES * LANES; k += blockDim.x / WARP) {
+        float sum = 0;
+#pragma unroll 4
+        for (int from = lane; from < blockDim.x; from += WARP) sum += shared[k][from];
+        for (int distance = WARP / 2; distance > 0; distance /= 2)
+            sum += __shfl_xor_sync(~0u, sum, distance);
+        if (lane == 0) totals[k / LANES][k % LANES] = channel + k % LANES < CHANNELS ? sum : 0;
+    }
+    __syncthreads();
+}
+
+// The moments, and y. NORM is 1.
+extern "C" __global__ void __launch_bounds__(MAX_PIXELS, 1)
+    epilogue_normalize(const SCALAR* __restrict__ x, const float* __restrict__ gamma,
+                       const float* __restrict__ beta, SCALAR* __restrict__ y,
+                       float* __restrict__ mean, float* __restrict__ variance, float* running_mean,
+                       float* running_variance, int rows) {
+    __shared__ float totals[2][LANES], means[LANES], scales[LANES], shifts[LANES];
+    const int channel = blockIdx.x * LANES, count = rows * H * W, own = threadIdx.x;
+    const bool inside = threadIdx.x < count;
+    const size_t at = static_cast<size_t>(threadIdx.x) * C + channel;
+    float value[LANES] = {}, pivot[LANES], sums[2][LANES], slope = 0;
+    load_floats(running_mean + channel, pivot);
+    if (inside) load(x + at, value);
+    if (own < LANES) slope = gamma[channel + own], shifts[own] = beta[channel + own];
+    for (int k = 0; k < LANES; ++k) {
+        const float offset = inside ? value[k] - pivot[k] : 0;
+        sums[0][k] = offset, sums[1][k] = offset * offset;
+    }
+    sum_over_block(sums, channel, totals);
+    if (own < LANES) {
+        const float2 found = moments(channel + own, totals[0][own], totals[1][own], count, mean,
+                                     variance, running_mean, running_variance);
+        means[own] = found.x, scales[own] = slope * rsqrtf(found.y + EPSILON);
+    }
+    __syncthreads();
+    for (int k = 0; k < LANES; ++k) {
+        const float a = Activation::value((value[k] - means[k]) * scales[k] + shifts[k]);
+        value[k] = channel + k < CHANNELS ? a : 0;
+    }
+    if (inside) store(y + at, value);
+}
+
+// The sums and dx.
+extern "C" __global__ void __launch_bounds__(MAX_PIXELS, 1)
+    epilogue_gradients(const SCALAR* __restrict__ x, const SCALAR* __restrict__ dy,
+                       const float* __restrict__ mean, const float* __restrict__ variance,
+                       const float* __restrict__ gamma, const float* __restrict__ beta,
+                       float* __restrict__ sums, SCALAR* __restrict__ dx, int rows) {
+    __shared__ float totals[NORM + 1][LANES];
+    const int channel = blockIdx.x * LANES, count = rows * H * W;
+    const bool inside = threadIdx.x < count;
+    const size_t at = static_cast<size_t>(threadIdx.x) * C + channel;
+    float value[LANES] = {}, gradient[LANES] = {}, values[NORM + 1][LANES];
+    if (inside) load(x + at, value), load(dy + at, gradient);
+    const Normalization norm(channel, mean, variance, gamma, beta);
+    for (int k = 0; k < LANES; ++k) {
+        value[k] = norm.centred(k, value[k]);
+        values[0][k] = gradient[k] *= Activation::slope(norm.z(k, value[k]));
+        if (NORM) values[NORM][k] = gradient[k] * value[k] * norm.inverse[k];
+    }
+    sum_over_block(values, channel, totals);
+    const float share = 1.0f / count;
+    for (int k = 0; k < LANES; ++k) {
+        if (NORM)
+            gradient[k] = norm.scale[k] * (gradient[k] - share * totals[0][k] -
+                                           value[k] * norm.inverse[k] * share * totals[NORM][k]);
+        if (channel + k >= CHANNELS) gradient[k] = 0;
+    }
+    if (inside) store(dx + at, gradient);
+    const int k = threadIdx.x % LANES, plane = threadIdx.x / LANES;
+    if (plane <= NORM) sums[plane * C + channel + k] = totals[plane][k];
 }

@@ -65,7 +65,6 @@ class CudaOps:
         self.precision = precision
         self.arithmetic = "fp16" if precision == "mixed" else precision
         self._ranks: Ranks | None = None
-        self._alone = True  # `_ranks` would not say it: a capture's first run leaves them out
         self._parameters: WeakSet[Parameter] = WeakSet()
         self._state: RunState | None = None
         self._captured: list[tuple[Callable[[], None], Callable[[], None]]] = []
@@ -102,7 +101,7 @@ class CudaOps:
 
     def join(self, ranks: Ranks) -> None:
         """Train on a part of every batch from now on, together with the other ranks."""
-        self._alone = False
+        self._epilogues.is_alone = False
         self._ranks = self._epilogues.ranks = ranks
 
     def close(self) -> None:
@@ -150,7 +149,8 @@ class CudaOps:
         rank, ranks = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
         scaled = self.precision == "mixed"
         with translated("loading the digits"):
-            self._state = RunState.upload(run, step, scaled, loss_scale, rank, ranks)
+            dtype = storage_dtype(self.arithmetic)
+            self._state = RunState.upload(run, step, scaled, dtype, loss_scale, rank, ranks)
         return self._state
 
     def skipped(self, state: RunState) -> int:
@@ -161,6 +161,11 @@ class CudaOps:
         with translated("waiting for the GPU"):
             scale, steps = state.scale.tolist()
         return scale, int(steps)
+
+    def prefetch(self, state: RunState) -> None:
+        """On the second stream: the small layers that come now leave most of the GPU idle."""
+        with self.wgrad_handle.fork(self.handle):
+            self._batch.prefetch(state)
 
     def input_from_images(self, images: Images) -> Array:
         self.arena.rewind()
@@ -177,7 +182,7 @@ class CudaOps:
     ) -> tuple[Array | Unwritten, Saved]:
         """Not computed where the epilogue does without it, see `first_block`."""
         forward = self.linear.forward(x, weight, block)
-        if self._alone and first_block.fits(forward, block):
+        if self._epilogues.is_alone and first_block.fits(forward, block):
             unwritten = Unwritten(x, weight, block, forward)
             return unwritten, unwritten
         return self.linear.convolution(x, weight, block)
@@ -245,22 +250,24 @@ class CudaOps:
 
     def end_step(self, state: RunState) -> None:
         self._sgd.end_step(state)
+        state.advance()
         self.arena.rewind()
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """A CUDA graph of `step`. The step runs once before, to choose engines and take memory.
+        """Two CUDA graphs of `step`, which take turns: each draws the batch of the other.
 
-        That run leaves the other ranks out: loading a kernel or allocating memory may wait for the
-        device, which would wait for an all-reduce, which would wait for another rank's thread,
-        which may need the interpreter that this thread holds.
+        The step runs once before, to choose engines and take memory. That run leaves the other
+        ranks out: loading a kernel or allocating memory may wait for the device, which would wait
+        for an all-reduce, which would wait for another rank's thread, which may need the
+        interpreter that this thread holds.
 
         Raises:
             DeviceError: the step cannot be run or captured.
         """
         assert self._state is not None, "bug: no run was started"
-        uploaded = list(self._parameters)
-        arrays = [parameter.master for parameter in uploaded] + self._state.changing
-        before = [array.copy() for array in arrays]
+        state, uploaded = self._state, list(self._parameters)
+        arrays = [parameter.master for parameter in uploaded] + state.changing
+        before, batches = [array.copy() for array in arrays], (state.batch, state.next_batch)
         ranks, self._ranks, self._epilogues.ranks = self._ranks, None, None
         try:
             step()
@@ -273,17 +280,20 @@ class CudaOps:
         self.handle.synchronize()
         # The step is kept, too: its arrays are those that the graph writes to. Nothing else owns
         # the graph, not even a local variable, which a traceback might keep: see `close`.
-        graphs, index = self._captured, len(self._captured)
+        graphs, first = self._captured, len(self._captured)
+        state.batch, state.next_batch = batches
         with translated("capturing a step"):
-            graphs.append((captured(step, self.handle.stream), step))
-        left = self._state.steps_left
+            for _ in range(2):
+                graphs.append((captured(step, self.handle.stream), step))
+        left, turn = state.steps_left, 0
 
         def replay() -> None:
-            nonlocal left
+            nonlocal left, turn
             assert graphs, "bug: the operations are closed"
             assert left > 0, "bug: a step beyond the last of the run"
             left -= 1
-            graphs[index][0]()
+            graphs[first + turn][0]()
+            turn = 1 - turn
 
         return replay
 

@@ -13,6 +13,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
+from lenet.pixels import HEIGHT, WIDTH
 from trainer.ops import LossScale, Run
 from trainer.ops_cuda.ranks import Ranks
 
@@ -34,7 +35,9 @@ class RunState:
     `correct` int32 (steps,), `step` int32 (1,), `scale` float32 (2,): the loss scale and the steps
     since it changed, `overflow` int32 (1,), `skipped` int32 (1,): the steps that overflowed.
 
-    `rows` of each batch, from `first_row` on, belong to this rank.
+    `rows` of each batch, from `first_row` on, belong to this rank: their images (rows, 28, 28, 1),
+    divided by 255, and labels uint8 (rows,) are `batch`; those of the next step may be drawn into
+    `next_batch` beside the current one. Whether they are is known on the host.
     """
 
     run: Run
@@ -51,6 +54,10 @@ class RunState:
     scale: Any
     overflow: Any
     skipped: Any
+    batch: tuple[Any, Any]
+    next_batch: tuple[Any, Any]
+    is_drawn: bool = False
+    is_next_drawn: bool = False
 
     @classmethod
     def upload(
@@ -58,11 +65,15 @@ class RunState:
         run: Run,
         step: int,
         scaled: bool,
+        dtype: Any,
         loss_scale: LossScale | None,
         rank: int,
         ranks: int,
     ) -> RunState:
-        """The state before `step`, on the current GPU; the loss is scaled only if `scaled`."""
+        """The state before `step`, on the current GPU; the loss is scaled only if `scaled`.
+
+        `dtype`: that of a batch's images.
+        """
         first = (_INITIAL_SCALE if scaled else 1.0, 0) if loss_scale is None else loss_scale
         rows = run.batch // ranks
         weights = np.ones(256, np.float32)
@@ -84,7 +95,14 @@ class RunState:
             scale=cupy.asarray(first, cupy.float32),
             overflow=cupy.zeros(1, cupy.int32),
             skipped=cupy.zeros(1, cupy.int32),
+            batch=_rows(rows, dtype),
+            next_batch=_rows(rows, dtype),
         )
+
+    def advance(self) -> None:
+        """Take the next batch for the current one; `step` is counted on the device."""
+        self.batch, self.next_batch = self.next_batch, self.batch
+        self.is_drawn, self.is_next_drawn = self.is_next_drawn, False
 
     @property
     def steps_left(self) -> int:
@@ -112,3 +130,7 @@ class RunState:
         if ranks is not None:
             ranks.check_abort()
         return found
+
+
+def _rows(rows: int, dtype: Any) -> tuple[Any, Any]:
+    return cupy.empty((rows, HEIGHT, WIDTH, 1), dtype), cupy.empty(rows, cupy.uint8)
