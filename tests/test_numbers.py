@@ -174,7 +174,7 @@ CLAIMS = [
         [TRAINING["torch"]["compile_us"] / TRAINING["torch"]["graph_us"]],
     ),
     (
-        r"in one run on another H100, in mixed precision: ([\d,.]+) and ([\d,.]+) us",
+        r"of-its-patches\.md\) ([\d,.]+) and ([\d,.]+) us on an H100",
         [step_us(r"before \(\w+\)"), step_us("for none: both are cuDNN's")],
     ),
     (
@@ -193,10 +193,6 @@ CLAIMS = [
     (
         r"is ready ([\d,.]+) s after the command, and ([\d,.]+) s after it",
         [ENGINE["cold_start_s"]["warm_cache"], ENGINE["cold_start_s"]["no_cache"]],
-    ),
-    (
-        r"Since decision 25, in mixed precision: ([\d.]+) % \(sd ([\d.]+);",
-        [TRAINING["accuracy_mixed_h100"][name] for name in ("mean", "sd")],
     ),
     (
         r"took ([\d,.]+) s \(sd ([\d,.]+), 30 seeds\) and reached ([\d,.]+) %",

@@ -480,7 +480,7 @@ def backward() -> Picture:
         ("conv2", "input gradient", "input of conv2"),
         ("conv1", "backward", "conv1 with batch norm, relu, max"),
     ]
-    after = {"dense2": 0, "dense1": 2, "conv2": 4}  # what a weight's gradient waits for
+    after = {"dense2": 1, "dense1": 3, "conv2": 4}  # what a weight's gradient waits for
     picture.text("head", 24, 32, "the backward pass of a step, 256 images, mixed precision")
     picture.text("note", 24, 80, "main stream")
     picture.text("note", 24, 142, "second stream")
@@ -492,8 +492,10 @@ def backward() -> Picture:
         picture.text("title", left + scale * (time + took / 2), 81, str(number))
         time += took
         ends.append(time)
-    end = 0.0
-    for letter, (layer, index) in zip("abc", after.items(), strict=True):
+    end, kind = calls["batch", "step"]
+    picture.rect(kind, left, 118, scale * end, 40)
+    picture.text("title", left + scale * end / 2, 143, "a")
+    for letter, (layer, index) in zip("bcd", after.items(), strict=True):
         took, kind = calls[layer, "weight gradient"]
         start = max(ends[index], end)
         picture.rect(kind, left + scale * start, 118, scale * took, 40)
@@ -511,22 +513,23 @@ def backward() -> Picture:
     for number, (layer, part, name) in enumerate(main):
         text = f"{number + 1}  {name}, {calls[layer, part][0]:.2f} us"
         picture.text("note", 24 + 330 * (number // 4), 228 + 20 * (number % 4), text)
-    for number, layer in enumerate(after):
-        text = f"{'abc'[number]}  weight of {layer}, {calls[layer, 'weight gradient'][0]:.2f} us"
+    picture.text("note", 700, 228, f"a  the next batch, {calls['batch', 'step'][0]:.2f} us")
+    for number, layer in enumerate(after, 1):
+        text = f"{'abcd'[number]}  weight of {layer}, {calls[layer, 'weight gradient'][0]:.2f} us"
         picture.text("note", 700, 228 + 20 * number, text)
     picture.text(
         "note",
         24,
         330,
-        "Green: cuDNN. Yellow: cuBLAS. Blue: kernels of ours, two each in 3 and 5 (sums, then the "
-        "gradient), one in 7 and several in the update.",
+        "Green: cuDNN. Yellow: cuBLAS. Blue: kernels of ours, two in 5 (sums, then the gradient) and "
+        "several in the update.",
     )
     picture.text("note", 24, 352, "A dashed line is an event that the other stream waits for.")
     picture.text(
         "note",
         24,
         374,
-        "The times are those of each call alone (inspect-mixed.txt, H100, cuDNN 9.14), put one "
+        "The times are those of each call alone (inspect-mixed.txt, H200, cuDNN 9.19), put one "
         "after another: the picture is no trace.",
     )
     picture.text(
