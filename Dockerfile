@@ -80,13 +80,20 @@ HEALTHCHECK --interval=5s --timeout=2s --start-period=30s --retries=3 \
     CMD ["python", "-m", "service.healthcheck"]
 ENTRYPOINT ["python", "-m", "service"]
 
+# On GPUs a first start would compile the kernels: here they are compiled for all kinds of GPUs.
 FROM serving AS service-cuda12
 COPY --from=dependencies-cuda12 /opt/lenet-serve /opt/lenet-serve
 COPY --from=program /opt/lenet-serve /opt/lenet-serve
+USER root
+RUN lenet-serve warm
+USER 65532:65532
 
 FROM serving AS service-cuda13
 COPY --from=dependencies-cuda13 /opt/lenet-serve /opt/lenet-serve
 COPY --from=program /opt/lenet-serve /opt/lenet-serve
+USER root
+RUN lenet-serve warm
+USER 65532:65532
 
 FROM serving AS service
 COPY --from=dependencies /opt/lenet-serve /opt/lenet-serve

@@ -132,6 +132,39 @@ def estimate_bytes(target: Target, model: Model, rows: int) -> int:
     return estimate_bytes(model, rows, target.precision)
 
 
+def architectures() -> tuple[int, ...]:
+    """Compute capabilities that `compile_ahead` compiles for: 90 is 9.0."""
+    from lenet.cuda.ahead import SHARED_BYTES
+
+    return tuple(SHARED_BYTES)
+
+
+def compile_ahead(
+    files: Sequence[WeightFile], target: Target, largest: int, capabilities: Sequence[int]
+) -> tuple[int, int]:
+    """Compile the kernels of `files` for GPUs of some `architectures`; needs no GPU.
+
+    For batches of up to `largest` images. They are kept beside the sources, where `open_backend`
+    finds them.
+
+    Returns:
+        the number of those that are kept, and of those that do not compile, which are logged.
+
+    Raises:
+        BackendUnavailable: CUDA's compiler is not installed, or a model is not for GPUs.
+        OSError: the folder cannot be written.
+    """
+    from lenet.cuda.ahead import compile_all, programs
+
+    by, rows = target.convolutions, buckets(largest)
+    return compile_all(
+        (capability, program)
+        for capability in capabilities
+        for file in files
+        for program in programs(file, target.precision, by, rows, capability)
+    )
+
+
 def buckets(largest: int) -> tuple[int, ...]:
     """Powers of two up to `largest`, and `largest` itself: (1, 2, 4, ..., largest)."""
     if largest < 1:

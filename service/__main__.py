@@ -1,4 +1,4 @@
-"""`lenet-serve`, also `python -m service`: settings in, exit code out.
+"""`lenet-serve`, also `python -m service`: settings in, exit code out. `warm` is a second command.
 
 Signals are blocked by the first line of `main` and then received, so everything else is imported
 after it.
@@ -24,6 +24,10 @@ def main() -> int:
 
     SIGTERM, SIGINT and SIGHUP stay blocked: nothing but the end may follow.
     """
+    if sys.argv[1:2] == ["warm"]:
+        from service.warm import warm
+
+        return warm(sys.argv[2:])
     # What `Signals` does, too, but its import takes 20 ms, in which one would end the process.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     from service.process import allocator, descriptors

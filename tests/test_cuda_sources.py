@@ -5,7 +5,6 @@ The compiler is NVRTC, as in production, from the wheels of the extra `dev`.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import re
 from pathlib import Path
@@ -13,11 +12,15 @@ from typing import get_args
 
 import pytest
 
+from lenet.context import architectures
 from lenet.cuda import conv1, dense_halves, fused_network
 from lenet.cuda.convolutions import Convolutions
 from lenet.cuda.device import Limits
 from lenet.cuda.epilogue import EpilogueShape
 from lenet.cuda.graphs import Convolution
+from lenet.cuda.nvrtc import nvrtc
+from lenet.cuda.programs import Program
+from lenet.errors import DeviceError
 from lenet.model import (
     ARCHITECTURES,
     IDENTITY,
@@ -34,8 +37,7 @@ pytestmark = pytest.mark.process  # runs a compiler
 
 ROOT = Path(__file__).parents[1]
 SERVING, TRAINING = ROOT / "lenet" / "cuda", ROOT / "trainer" / "ops_cuda"
-GPUS = ("75", "80", "86", "89", "90", "100", "120")
-"""Turing, the oldest of CUDA 13; Ampere, twice; Ada; Hopper; Blackwell, twice."""
+GPUS = architectures()
 SCALARS = ("float", "__half")
 
 
@@ -203,63 +205,32 @@ def builds(source, macros):
     A source with instructions for tensor cores is built for every GPU in its first case. All other
     code is the same on all GPUs, with 255 registers a thread: three are enough.
     """
-    of_some = {"fused_network.cu": "90", "convolutions.cu": "80", "dense_halves.cu": "80"}
-    first = of_some.get(source.name, "75")
+    of_some = {"fused_network.cu": 90, "convolutions.cu": 80, "dense_halves.cu": 80}
+    first = of_some.get(source.name, 75)
     gpus = GPUS[GPUS.index(first) :]
     if source.name not in TENSOR_CORES or FIRST[source] is not macros:
-        gpus = [gpu for gpu in gpus if gpu in ("75", "80", "90")]
+        gpus = [gpu for gpu in gpus if gpu in (75, 80, 90)]
     scalars = ("__half",) if source.name == "fused_network.cu" else SCALARS
     scalars = (macros["SCALAR"],) if "SCALAR" in macros else scalars
     return itertools.product(gpus, scalars)
 
 
-class Nvrtc:
-    """NVRTC and the headers of the CUDA wheels in `folder`."""
-
-    def __init__(self, folder):
-        for name in ("libnvrtc-builtins.so.*", "libnvrtc.so.*"):  # the second opens the first
-            self._library = ctypes.CDLL(str(next(folder.glob(f"lib/{name}"))))
-        self._options = ["--std=c++17", "--ptxas-options=-v", f"-I{folder / 'include'}"]
-        self._options += [f"-I{SERVING}", f"-I{TRAINING}"]
-
-    def compile(self, source, macros, scalar, gpu, fails=False):
-        """The log of NVRTC and ptxas from compiling one specialisation of a file."""
-        words = [
-            f"-D{name}={value}f" if isinstance(value, float) else f"-D{name}={value}"
-            for name, value in {**macros, "SCALAR": scalar}.items()
-        ]
-        words = [word.encode() for word in (*self._options, f"--gpu-architecture=sm_{gpu}", *words)]
-        program, size = ctypes.c_void_p(), ctypes.c_size_t()
-        arguments = source.read_bytes(), source.name.encode(), 0, None, None
-        assert self._library.nvrtcCreateProgram(ctypes.byref(program), *arguments) == 0
-        options = (ctypes.c_char_p * len(words))(*words)
-        status = self._library.nvrtcCompileProgram(program, len(words), options)
-        assert self._library.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
-        log = ctypes.create_string_buffer(size.value)
-        assert self._library.nvrtcGetProgramLog(program, log) == 0
-        assert self._library.nvrtcDestroyProgram(ctypes.byref(program)) == 0
-        text = log.value.decode()
-        assert (status != 0) == fails, text
-        if not fails:
-            assert "warning" not in text
-        return text
-
-
-@pytest.fixture(scope="module")
-def nvrtc():
-    nvidia = pytest.importorskip("nvidia.cu13", reason="the wheel nvidia-cuda-nvrtc is missing")
-    return Nvrtc(Path(nvidia.__path__[0]))
+def compiled(source, macros, scalar, gpu):
+    """The log of NVRTC and ptxas from compiling one specialisation of a file."""
+    pytest.importorskip("nvidia.cu13", reason="the wheel nvidia-cuda-nvrtc is missing")
+    options = Program.of(source, {**macros, "SCALAR": scalar}).options
+    _, log = nvrtc().compile(source, gpu, (*options, "--ptxas-options=-v"))
+    assert "warning" not in log
+    return log
 
 
 @pytest.mark.parametrize(
     ("case", "gpu", "scalar"),
     [(case, *build) for case in LENET for build in builds(*LENET[case])],
 )
-def test_a_kernel_of_a_named_network_compiles_and_keeps_everything_in_registers(
-    case, gpu, scalar, nvrtc
-):
+def test_a_kernel_of_a_named_network_compiles_and_keeps_everything_in_registers(case, gpu, scalar):
     source, macros = LENET[case]
-    log = nvrtc.compile(source, macros, scalar, gpu)
+    log = compiled(source, macros, scalar, gpu)
     kernels = len(re.findall(r"Compiling entry function", log))
     assert kernels == source.read_text().count("__global__")
     stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
@@ -267,10 +238,10 @@ def test_a_kernel_of_a_named_network_compiles_and_keeps_everything_in_registers(
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_a_kernel_compiles_for_other_networks(case, nvrtc):
+def test_a_kernel_compiles_for_other_networks(case):
     source, macros = OTHERS[case]
     # The shapes that differ from the named networks' are the same on every GPU: one is enough.
-    nvrtc.compile(source, macros, "__half", next(builds(source, macros))[0])
+    compiled(source, macros, "__half", next(builds(source, macros))[0])
 
 
 FUSED, FUSED_LENET = LENET["fused-lenet"]
@@ -279,15 +250,14 @@ FUSED, FUSED_LENET = LENET["fused-lenet"]
 @pytest.mark.parametrize(
     ("macros", "gpu", "reason"),
     [
-        ({}, "80", "thread block clusters"),
-        ({"UNITS": 1025}, "90", "wait in registers"),
-        ({"C2": 72}, "90", "8 channels of the second"),
+        ({}, 80, "thread block clusters"),
+        ({"UNITS": 1025}, 90, "wait in registers"),
+        ({"C2": 72}, 90, "8 channels of the second"),
     ],
 )
-def test_the_fused_network_fails_to_compile_with_the_reason_beyond_its_bounds(
-    macros, gpu, reason, nvrtc
-):
-    assert reason in nvrtc.compile(FUSED, FUSED_LENET | macros, "__half", gpu, fails=True)
+def test_the_fused_network_fails_to_compile_with_the_reason_beyond_its_bounds(macros, gpu, reason):
+    with pytest.raises(DeviceError, match=reason):
+        compiled(FUSED, FUSED_LENET | macros, "__half", gpu)
 
 
 def test_every_cuda_source_is_compiled_here():

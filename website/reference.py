@@ -33,6 +33,7 @@ from service.api.paths import image_routes
 from service.errors import GRPC_STATUS, STATUS
 from service.observe.metrics import Metrics
 from service.settings import Settings
+from service.warm import Warm
 from tests.deploy.promql import registered
 from trainer import __main__ as trainer
 from trainer import settings as trainer_settings
@@ -269,6 +270,9 @@ def commands() -> str:
         "## `python -m service`",
         "Also `lenet-serve`. `--help` lists the [settings](settings.md), `--version` prints the "
         "version. [Exit codes](../operations.md#start-and-stop).",
+        "### `lenet-serve warm`",
+        f"{Warm.__doc__}",
+        _settings_list(Warm, without=Settings),
         "## `python -m trainer`",
         f"Also `lenet-train`. `fit` is the default command.\n\n```text\n{exits.strip()}\n```",
     ]

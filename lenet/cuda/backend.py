@@ -258,10 +258,10 @@ class CudaBackend:
         return [*self._weights.values(), *fused]
 
     def _open_fused_network(self, weights: WeightFile) -> None:
-        if self.precision != "fp16" or self.profile or self._fused_network is not None:
+        if self.profile or self._fused_network is not None:
             return
         model = weights.model
-        if fused_network.is_supported(model, self._handle.capability):
+        if fused_network.is_supported(model, self.precision, self._handle.capability):
             self._fused_weights = DeviceWeights(
                 weights, lambda file: fused_network.pack(file.model, file.tensors)
             )

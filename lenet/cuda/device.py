@@ -40,11 +40,11 @@ _STICKY = frozenset(
 )
 
 
-def _install(cuda: int | None = None) -> str:
+def install(cuda: int | None = None) -> str:
     """Advice for CUDA's major version `cuda`, None if it is not known."""
     if cuda is None:
         older = f"where nvidia-smi says CUDA {_OLDEST_CUDA}, take cuda{_OLDEST_CUDA}"
-        return f"{_install(_NEWEST_CUDA)}; {older}"
+        return f"{install(_NEWEST_CUDA)}; {older}"
     return (
         "install it in a checkout with .venv/bin/python -m pip install --constraint "
         f"constraints.txt -e '.[cuda{cuda}]', with a wheel as python -m pip install "
@@ -66,7 +66,7 @@ def _load_cupy() -> Any:
         reason = f"CuPy cannot be loaded ({_line(exc.__cause__ or exc)})"  # CuPy's own is a page
         if isinstance(exc, ModuleNotFoundError) and exc.name == "cupy":
             reason = "CuPy is not installed"
-        raise BackendUnavailable(reason, _install()) from exc
+        raise BackendUnavailable(reason, install()) from exc
     return cupy
 
 
@@ -82,19 +82,19 @@ def load_cudnn() -> Any:
         # The frontend 1.28 asserts that its neighbour package holds one libcudnn.
         raise BackendUnavailable(
             f"cuDNN's Python package nvidia-cudnn-frontend cannot be loaded ({_line(exc)})",
-            _install(),
+            install(),
         ) from exc
     try:
         version = int(cudnn.backend_version())
     except (OSError, RuntimeError) as exc:
         raise BackendUnavailable(
             f"libcudnn.so.{CUDNN_MAJOR} cannot be loaded ({_line(exc)})",
-            f"add its folder to LD_LIBRARY_PATH, or {_install()}",
+            f"add its folder to LD_LIBRARY_PATH, or {install()}",
         ) from exc
     if version // 10_000 != CUDNN_MAJOR:
         raise BackendUnavailable(
             f"found cuDNN {cudnn.backend_version_string()}, expected major version {CUDNN_MAJOR}",
-            _install(),
+            install(),
         )
     return cudnn
 
@@ -210,7 +210,7 @@ def _driver(needed: int, found: int) -> BackendUnavailable:
         )
     advice = "install a newer driver"
     if _OLDEST_CUDA <= found // 1000 < needed:
-        advice += f", or CuPy for this one: {_install(found // 1000)}"
+        advice += f", or CuPy for this one: {install(found // 1000)}"
     version = f"{found // 1000}.{found % 1000 // 10}"
     return BackendUnavailable(
         f"the NVIDIA driver is for CUDA {version}, and CuPy needs one for CUDA {needed}", advice

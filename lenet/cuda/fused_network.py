@@ -8,6 +8,7 @@ weights and its launch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lenet.cuda.conv1 import filter_matrix, is_plain, mma_b
+from lenet.cuda.graphs import Precision
 from lenet.cuda.kernels import FOLDER, NULL, Kernels, Macros, activation_parameters
 from lenet.cuda.packing import PIXEL_SCALE, round_up, zero_pad_to
 from lenet.model import ConvBlock, DenseBlock, Model
@@ -41,18 +43,20 @@ _DENSE_ONLY = (DenseBlock,) * 2
 _CONVOLUTIONAL = (ConvBlock,) * 2 + (DenseBlock,) * 2
 
 
-def is_supported(model: Model, capability: int) -> bool:
+def is_supported(model: Model, precision: Precision, capability: int) -> bool:
     """Whether the kernel supports `model` on this compute capability (90 is 9.0).
 
     The network may still be too large for a block's memory: then the kernel does not compile.
     """
     return (
-        capability >= _HOPPER
+        precision == "fp16"
+        and capability >= _HOPPER
         and tuple(map(type, model.blocks)) in (_DENSE_ONLY, _CONVOLUTIONAL)
         and all(
             isinstance(block, ConvBlock) and is_plain(block) and block.pool is not None
             for block in model.blocks[:-2]
         )
+        and math.prod(model.shapes()[-2].output) <= 16 * _WARPS * CLUSTER  # a tile for each warp
         and len(activation_parameters(model.blocks)) <= 1
     )
 

@@ -1,14 +1,14 @@
 """The hand-written CUDA kernels: compiled once by NVRTC, then launched by CuPy.
 
-Shapes are macros, so each kernel is compiled for the network at hand and its loops unroll. CuPy
-keeps the compiled code on disk.
+Shapes are macros, so each kernel is compiled for the network at hand and its loops unroll. What was
+not compiled ahead of time, see `ahead`, CuPy compiles and keeps on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable
 from concurrent.futures import Future
-from hashlib import sha256
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, TypeAlias
@@ -16,14 +16,14 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from lenet.cuda.device import Handle, translated
+from lenet.cuda.device import Handle, is_sticky, translated
 from lenet.cuda.graphs import Precision
+from lenet.cuda.programs import FOLDER as FOLDER
+from lenet.cuda.programs import Macros as Macros
+from lenet.cuda.programs import Program
 from lenet.model import Block
 
-Macros: TypeAlias = Mapping[str, str | int | float]
-
-FOLDER = Path(__file__).parent
-"""The folder of the kernels for serving and of the headers for all kernels."""
+_log = logging.getLogger(__name__)
 
 _DEFAULT_SHARED_BYTES = 48 << 10  # a function must be allowed more
 
@@ -32,10 +32,10 @@ _WITH_PARAMETER = ("clipped_relu", "elu")
 NULL = np.uintp(0)
 """A null pointer as a kernel's argument."""
 
-_ModuleKey: TypeAlias = tuple[int, Path, tuple[str, ...]]
+_ModuleKey: TypeAlias = tuple[int, Program]
 
 _modules: WeakValueDictionary[_ModuleKey, Future[Any]] = WeakValueDictionary()
-"""Modules in use, by GPU, file and macros: the contexts of a model share them."""
+"""Modules in use, by GPU and program: the contexts of a model share them."""
 
 _modules_lock = Lock()
 
@@ -98,40 +98,48 @@ class Kernels:  # pragma: no cover - needs a GPU
     def get(self, source: Path, name: str, macros: Macros) -> Kernel:
         """The function `name` of the CUDA file `source`, compiled with `macros`."""
         self._handle.check()
-        defines = tuple(sorted(f"-D{key}={_literal(value)}" for key, value in macros.items()))
-        key = (self._handle.device, source, defines)
+        program = Program.of(source, macros)
+        key = (self._handle.device, program)
         with _modules_lock:
             module = _modules.get(key)
             if module is None:
                 module = _modules[key] = Future()
-                arguments = source, defines, self._handle.device, module
+                arguments = program, self._handle.device, self._handle.capability, module
                 Thread(
-                    target=_compile, args=arguments, name=f"nvrtc-{source.name}", daemon=True
+                    target=_load, args=arguments, name=f"nvrtc-{source.name}", daemon=True
                 ).start()
         self._modules[key] = module
         return Kernel(source, name, module)
 
 
-def _compile(source: Path, defines: tuple[str, ...], device: int, compiled: Future[Any]) -> None:
+def _load(program: Program, device: int, capability: int, loaded: Future[Any]) -> None:
     try:
         import cupy
 
         cupy.cuda.Device(device).use()
-        options = ("--std=c++17", f"-I{FOLDER}", f"-I{source.parent}", _headers(source), *defines)
-        module = cupy.RawModule(code=source.read_text(), options=options)
-        module.compile()
+        module = _compiled_ahead(program, capability)
+        if module is None:
+            module = cupy.RawModule(code=program.source.read_text(), options=program.options)
+            module.compile()
     except BaseException as exc:  # noqa: BLE001 - top of a thread: the kernel's launch raises it
-        compiled.set_exception(exc)
+        loaded.set_exception(exc)
     else:
-        compiled.set_result(module)
+        loaded.set_result(module)
 
 
-def _headers(source: Path) -> str:  # pragma: no cover - needs a GPU
-    """A macro with the digest of the headers, which CuPy's cache does not look at."""
-    files = sorted({*FOLDER.glob("*.cuh"), *source.parent.glob("*.cuh")})
-    digest = sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return f"-DHEADERS=0x{digest[:16]}"
+def _compiled_ahead(program: Program, capability: int) -> Any:  # pragma: no cover - needs a GPU
+    """The module of a compiled form, None if there is none that can be loaded."""
+    path = program.find(capability)
+    if path is None:
+        return None
+    import cupy
 
-
-def _literal(value: str | int | float) -> str:
-    return f"{value!r}f" if isinstance(value, float) else str(value)
+    module = cupy.RawModule(path=str(path))
+    try:
+        module.compile()  # loads it
+    except cupy.cuda.driver.CUDADriverError as exc:  # as of a newer CUDA than the driver's
+        if is_sticky(exc):
+            raise
+        _log.warning("%s is compiled again: it cannot be loaded (%s)", path, exc)
+        return None
+    return module

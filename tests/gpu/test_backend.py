@@ -204,11 +204,9 @@ with CudaBackend() as backend:
 
 def test_contexts_of_a_model_compile_its_kernels_once(random_weights, monkeypatch):
     compiled = []
-    compile_ = kernels._compile
+    load = kernels._load
     monkeypatch.setattr(
-        kernels,
-        "_compile",
-        lambda *arguments: (compiled.append(arguments[:3]), compile_(*arguments)),
+        kernels, "_load", lambda *arguments: (compiled.append(arguments[:2]), load(*arguments))
     )
     weights = random_weights("lenet-6-16")
     with opened("tf32") as first:

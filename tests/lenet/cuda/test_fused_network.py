@@ -21,14 +21,16 @@ LOGITS = DenseBlock(10, activation=IDENTITY)
 
 @pytest.mark.parametrize("model", ARCHITECTURES.values(), ids=lambda model: model.name)
 def test_every_named_network_is_supported_where_there_are_clusters(model):
-    assert is_supported(model.folded, 90)
-    assert not is_supported(model.folded, 89)
+    assert is_supported(model.folded, "fp16", 90)
+    assert not is_supported(model.folded, "fp16", 89)
+    assert not is_supported(model.folded, "tf32", 90)
 
 
 @pytest.mark.parametrize(
     "blocks",
     [
         (LOGITS,),
+        (DenseBlock(2049), LOGITS),  # more than the warps have tiles
         (ConvBlock(8, (5, 5), pool=HALVED), DenseBlock(30), LOGITS),
         (DenseBlock(30), DenseBlock(30), LOGITS),
         (ConvBlock(8, (5, 5), pool=HALVED), ConvBlock(8, (3, 3)), DenseBlock(30), LOGITS),
@@ -41,7 +43,7 @@ def test_every_named_network_is_supported_where_there_are_clusters(model):
     ],
 )
 def test_other_networks_are_not_supported(blocks):
-    assert not is_supported(Model("drawn", blocks), 90)
+    assert not is_supported(Model("drawn", blocks), "fp16", 90)
 
 
 def picked(tensor, *place):
