@@ -56,6 +56,10 @@ LABEL org.opencontainers.image.title="lenet-serve" \
 # On a GPU the service, CuPy and the driver keep what they tuned and compiled below HOME. On the
 # CPU nothing is written.
 COPY --from=dependencies --chown=65532:65532 /home/lenet /home/lenet
+# The base leaves out the compiled form of Python's own modules, and nobody would write it here:
+# each process compiled them, 0.6 s of a start and 0.26 of each health check. 12 MB.
+RUN python3 -m compileall -q -x '/(idlelib|lib2to3|pydoc_data|site-packages|tests?)/' \
+    "$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 WORKDIR /srv
 USER 65532:65532
 ENV PATH=/opt/lenet-serve/bin:$PATH \
