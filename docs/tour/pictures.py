@@ -521,8 +521,8 @@ def backward() -> Picture:
         "note",
         24,
         330,
-        "Green: cuDNN. Yellow: cuBLAS. Blue: kernels of ours, two in 5 (sums, then the gradient) and "
-        "several in the update.",
+        "Green: cuDNN. Yellow: cuBLAS. Blue: kernels of ours, two in 5 (sums, then the gradient) "
+        "and several in the update.",
     )
     picture.text("note", 24, 352, "A dashed line is an event that the other stream waits for.")
     picture.text(
