@@ -148,7 +148,7 @@ def compile_ahead(
     finds them.
 
     Returns:
-        the number of those that are kept, and of those that do not compile, which are logged.
+        the number of programs that are there now, and of those that do not compile.
 
     Raises:
         BackendUnavailable: CUDA's compiler is not installed, or a model is not for GPUs.

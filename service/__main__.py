@@ -15,8 +15,8 @@ TYPE_CHECKING = False  # importing `typing` takes 6 ms, see `main`
 if TYPE_CHECKING:
     from service.process.signals import Signals
 
-_OTHERS = ("LENET_TRAINER_", "LENET_TEST_", "LENET_BIND")
-"""Variables of the trainer, the tests and the Compose file."""
+_OTHERS = ("LENET_TRAINER_", "LENET_TEST_", "LENET_BIND", "LENET_ARCHITECTURES")
+"""Variables of the trainer, the tests, the Compose file and `warm`."""
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from lenet.context import ExecutionContext, Target, open_backend
+from lenet.cuda.epilogue import ONE_BLOCK_PIXELS
 from lenet.cuda.graphs import Convolution, ConvolutionsBy
 from lenet.cuda.graphs import Precision as ServingPrecision
 from lenet.cuda.packing import layout, padded
@@ -191,14 +192,16 @@ class RecordingOps:
         )
 
     def epilogue(self, x: Array, epilogue: Epilogue, training: bool) -> tuple[Array, Saved]:
-        """Recorded. Batch norm reads x for its moments first."""
+        """Recorded. Batch norm reads x for its moments first, unless one block has all of it."""
         y, saved = self._ops.epilogue(x, epilogue, training)
         if self.calls[-1].routine == _FIRST_BLOCK:
             run = partial(self._ops.epilogue, x, epilogue, training)
             return y, (self._record_first_block(self._shape(y), run), saved)
-        norm, pool, passes = epilogue.norm, epilogue.pool, 1 if epilogue.norm is None else 2
+        norm, pool = epilogue.norm, epilogue.pool
         layer = self._layers[id(epilogue.bias if norm is None else norm.gamma)]
         source, to = self._shape(x), self._shape(y)
+        is_one = pool is None and math.prod(source[:-1]) <= ONE_BLOCK_PIXELS
+        passes = 1 if norm is None or is_one else 2
         read, written = (self._width * math.prod(shape) for shape in (source, to))
         if pool is not None and pool.kind == "max":
             written += math.prod(to) * (1 if math.prod(pool.size) <= _MAX_BYTE_TAPS else 2)
@@ -441,8 +444,8 @@ def report(
             device,
             _table(rows),
             f"sum of the times {total_us:.1f} us, the whole captured step {step_us:.1f} us: alone, "
-            "a call finds its data in the L2 cache; in the step, weight gradients run beside the "
-            "rest on a second stream",
+            "a call finds its data in the L2 cache; in the step, weight gradients and the next "
+            "batch run beside the rest on a second stream",
             "workspace: what cuDNN's engine needs, what cuBLAS is given",
             f"roofline: {roofline.copy_bytes_per_s / 1e12:.2f} TB/s, read and written, in a large "
             f"copy; {roofline.product_flop_per_s / 1e12:.1f} TFLOP/s in a large product; data in "

@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from lenet.cuda.graphs import ConvolutionsBy, Precision
 from lenet.cuda.layers import BuildContext, LayerByLayer
 from lenet.cuda.nvrtc import nvrtc
 from lenet.cuda.programs import Macros, Program
-from lenet.errors import DeviceError
+from lenet.errors import BackendUnavailable, DeviceError
 from lenet.pixels import HEIGHT, WIDTH
 from lenet.weightfile import WeightFile
 
@@ -99,7 +100,7 @@ def programs(
 def _build_context(
     file: WeightFile, precision: Precision, limits: Limits, own: bool, kernels: Any
 ) -> BuildContext:
-    """As on a GPU with these limits. What it has of libraries does nothing."""
+    """A context as on a GPU with these limits, in which libraries do nothing."""
     nothing: Any = SimpleNamespace(
         engine=lambda *_: SimpleNamespace(run=_nothing),
         product=lambda *_: SimpleNamespace(workspace_bytes=0),
@@ -135,10 +136,10 @@ def compile_all(wanted: Iterable[tuple[int, Program]]) -> tuple[int, int]:
     One that does not compile is reported: the service does without it.
 
     Returns:
-        the number of those that are kept, and of those that do not compile.
+        the number of programs that are there now, and of those that do not compile.
 
     Raises:
-        BackendUnavailable: CUDA's compiler is not installed.
+        BackendUnavailable: CUDA's compiler is not installed, or was killed.
         OSError: the folder cannot be written.
     """
     wanted = set(wanted)
@@ -149,12 +150,19 @@ def compile_all(wanted: Iterable[tuple[int, Program]]) -> tuple[int, int]:
     failed = 0
     # Processes: NVRTC compiles for one thread at a time.
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        for (capability, program), found in zip(missing, pool.map(_compile, missing), strict=True):
-            if isinstance(found, str):
-                failed += 1
-                _log.warning("%s", found)
-            else:
-                program.write(capability, found)
+        try:
+            for (capability, program), found in zip(
+                missing, pool.map(_compile, missing), strict=True
+            ):
+                if isinstance(found, str):
+                    failed += 1
+                    _log.warning("%s", found)
+                else:
+                    program.write(capability, found)
+        except BrokenProcessPool as exc:
+            raise BackendUnavailable(
+                "a compiling process was killed", "give it 300 MB of memory for each core"
+            ) from exc
     return len(wanted) - failed, failed
 
 

@@ -20,6 +20,10 @@ THREADS = 256
 MAX_BLOCKS = 528
 
 
+ONE_BLOCK_PIXELS = 512
+"""Maximum pixels of a batch without pooling that training computes in one launch."""
+
+
 @dataclass(frozen=True, slots=True)
 class EpilogueShape:
     """The epilogue of a layer's output (rows, h, w, c), of which `channels` are not padding."""

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 from lenet.cuda.device import install
@@ -28,17 +31,20 @@ class Nvrtc:
     def __init__(self) -> None:
         spec = find_spec("nvidia")
         packages = [] if spec is None else spec.submodule_search_locations or []
-        libraries, headers = (
-            [path for one in packages for path in Path(one).glob(pattern)]
-            for pattern in ("*/lib/libnvrtc*.so.*", "*/include/cuda_fp16.h")
-        )
-        if not libraries or not headers:
+        for package, (libraries, headers) in product(map(Path, packages), _folders()):
+            found = sorted((package / libraries / "lib").glob("libnvrtc*.so.*"))
+            self._include = f"-I{package / headers / 'include'}"
+            if found and (package / headers / "include/cuda_fp16.h").exists():
+                break
+        else:
             raise BackendUnavailable("CUDA's compiler NVRTC is not installed", install())
-        for path in sorted(libraries):  # the second one opens the first, its built-in functions
-            if ".alt." not in path.name:
-                self._library = ctypes.CDLL(str(path))
+        try:
+            for path in found:  # the second one opens the first, its built-in functions
+                if ".alt." not in path.name:
+                    self._library = ctypes.CDLL(str(path))
+        except OSError as exc:
+            raise BackendUnavailable(f"NVRTC cannot be loaded: {exc}", install()) from exc
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
-        self._include = f"-I{headers[0].parent}"
 
     def compile(self, source: Path, capability: int, options: Sequence[str]) -> tuple[bytes, str]:
         """The machine code of `source` for a compute capability, 90 for 9.0, and the log.
@@ -72,6 +78,15 @@ class Nvrtc:
         if status:
             text = self._library.nvrtcGetErrorString(status).decode()
             raise DeviceError(f"nvrtc{function}: {text}")
+
+
+def _folders() -> list[tuple[str, str]]:
+    """Where the wheels of CUDA have libraries and headers, those that CuPy uses first."""
+    folders = [("cu13", "cu13"), ("cuda_nvrtc", "cuda_runtime")]  # of CUDA 13, and of 12
+    with suppress(PackageNotFoundError):
+        version("cupy-cuda12x")
+        folders.reverse()
+    return folders
 
 
 @cache

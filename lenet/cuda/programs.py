@@ -1,8 +1,8 @@
 """A CUDA file with macros, and its compiled form, which may be kept beside the sources.
 
 `lenet.cuda.ahead` writes compiled forms, as when an image is built; `kernels` looks for them before
-it compiles. A file is found by everything that it was compiled from. It is verified by its own
-digest, since a driver may crash on a damaged one.
+it compiles. A file is found by source, headers, macros and GPU, not by the compiler: what an older
+one made runs as well. It is verified by its own digest, since a driver may crash on a damaged one.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ class Program:
             OSError: the folder cannot be written.
         """
         name = self._name(capability)
-        for former in COMPILED.glob(f"{name}.*"):
-            former.unlink()
-        write_atomically(COMPILED / f"{name}.{_digest(cubin)}.cubin", cubin)
+        path = COMPILED / f"{name}.{_digest(cubin)}.cubin"
+        write_atomically(path, cubin)
+        for former in COMPILED.glob(f"{name}.*.cubin"):
+            if former != path:
+                former.unlink(missing_ok=True)  # another process may have
 
     def find(self, capability: int) -> Path | None:
         """The file of the compiled form, None if there is none or it is damaged."""
@@ -76,7 +78,7 @@ class Program:
 
     def _headers(self) -> str:
         files = sorted({*FOLDER.glob("*.cuh"), *self.source.parent.glob("*.cuh")})
-        return _digest(b"".join(file.read_bytes() for file in files))
+        return _digest(repr([(file.name, file.read_text()) for file in files]).encode())
 
 
 def _digest(content: bytes) -> str:

@@ -31,6 +31,7 @@ MAX_CANDIDATES = 24
 """Candidates of a picture in an explanation, or as many as were taken for digits."""
 
 _DOUBTS = get_args(Doubt)
+_VIEW_CHARACTERS = 1048  # 784 bytes in base64
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,15 @@ def asked_from(values: Mapping[str, Any], rows: int) -> Asked:
         0 <= index < rows and doubt in _DOUBTS for index, doubt in doubts
     ):
         raise ValueError(f"{len(doubts)} doubts about {rows} images")
-    candidates = tuple(
-        JudgedCandidate(**{**one, "box": tuple(one["box"])}) for one in values["candidates"]
-    )
+    candidates = tuple(map(_candidate, values["candidates"]))
     if len(candidates) > max(MAX_CANDIDATES, rows):
         raise ValueError(f"{len(candidates)} candidates of {rows} images")
     return Asked(**{**values, "outputs": outputs, "doubts": doubts, "candidates": candidates})
+
+
+def _candidate(values: Mapping[str, Any]) -> JudgedCandidate:
+    top, bottom, left, right = map(float, values["box"])
+    image, digit, mark = values["image"], float(values["digit"]), float(values["mark"])
+    if not (0 <= digit <= 1 and 0 <= mark <= 1 and len(str(image)) == _VIEW_CHARACTERS):
+        raise ValueError("a candidate with other values")
+    return JudgedCandidate((top, bottom, left, right), image, digit, mark, bool(values["chosen"]))

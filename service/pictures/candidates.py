@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from service.pictures.headers import Digits, Invert
-from service.pictures.normalise import TRACE
+from service.pictures.normalise import box_of
 from service.pictures.shapes import (
     Grey,
     Mask,
@@ -135,16 +135,26 @@ def drawing(grey: Grey, invert: Invert) -> Candidate | None:
     level = int(edge[edge.size // 2])
     if np.count_nonzero(edge == level) < _EVEN * edge.size:
         return None
-    ink = grey.astype(np.float32) - level
+    inked = grey != level
+    rows, columns = np.flatnonzero(inked.any(1)), np.flatnonzero(inked.any(0))
+    if not rows.size:
+        return None
+    first_row, first_column = int(rows[0]), int(columns[0])
+    ink = grey[first_row : rows[-1] + 1, first_column : columns[-1] + 1].astype(np.float32)
+    ink -= level
     if invert == "true" or (invert == "auto" and np.vdot(ink * ink, ink) < 0):
         np.negative(ink, out=ink)
     np.maximum(ink, 0, out=ink)
     if ink.max() < 2 * _FAINTEST:
         return None
-    drawn = ink > ink.max() * TRACE
-    rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
-    pixels = np.array([rows[0], rows[-1] + 1, columns[0], columns[-1] + 1])
-    box = tuple((pixels / max(grey.shape)).tolist())
+    top, bottom, left, right = box_of(ink)
+    side = max(grey.shape)
+    box = (
+        (first_row + top) / side,
+        (first_row + bottom) / side,
+        (first_column + left) / side,
+        (first_column + right) / side,
+    )
     return Candidate(ink, box, 1, view_alone(ink))
 
 

@@ -37,22 +37,28 @@ def normalised(ink: Ink) -> NDArray[np.uint8]:
     return _centred(_scaled(ink))
 
 
+def box_of(ink: Ink) -> tuple[int, int, int, int]:
+    """The first row of the ink that counts, the row behind its last, and its columns likewise."""
+    drawn = ink > ink.max() * TRACE
+    rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
+    return int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+
+
 def _scaled(ink: Ink) -> Ink:
     """The ink's bounding box, its longer side scaled to `BOX`, and a margin of one pixel.
 
     A box of 19 to 21 pixels is not resampled, so MNIST's own images stay as they are. Scaling
     makes thin strokes faint, and pencil is faint already: ink below `_DARK_ENOUGH` is stretched.
     """
-    drawn = ink > ink.max() * TRACE
-    rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
-    height, width = int(rows[-1] - rows[0]) + 1, int(columns[-1] - columns[0]) + 1
+    top, bottom, left, right = box_of(ink)
+    height, width = bottom - top, right - left
     longer = max(height, width)
     scale = 1.0 if abs(longer - BOX) <= 1 else BOX / longer
     size_y, size_x = max(1, round(height * scale)), max(1, round(width * scale))
     step_y, step_x = height / size_y, width / size_x
     margin = math.ceil(max(step_y, step_x))
     # The box and its margin, with nothing beyond the picture.
-    top, left = int(rows[0]) - margin, int(columns[0]) - margin
+    top, left = top - margin, left - margin
     padded = np.zeros((height + 2 * margin, width + 2 * margin), np.float32)
     inside = ink[max(top, 0) : top + padded.shape[0], max(left, 0) : left + padded.shape[1]]
     first = max(-top, 0), max(-left, 0)

@@ -93,8 +93,8 @@ def prepare(
         raise InvalidInput(message, field=field)
     judged = ranked(found)
     if digits == "one":
-        judged[0], doubts = _one(judged, alone)
-        chosen = judged[:1]
+        one, doubts = _one(judged, alone)
+        chosen = [one]
     else:
         chosen, doubts = _several(judged)
     if len(chosen) > MAX_DIGITS:
@@ -104,8 +104,9 @@ def prepare(
             field=field,
         )
     images = np.stack([normalised(one.candidate.ink) for one in chosen])
-    taken = [one.candidate for one in chosen]
-    others = [one for one in judged if one.candidate not in taken]
+    boxes = np.array([one.candidate.box for one in (*chosen, *judged)])
+    is_taken = (overlaps(boxes)[len(chosen) :, : len(chosen)] > SAME_MARK).any(1)
+    others = [judged[at] for at in np.flatnonzero(~is_taken)]
     return Prepared(images, pixels, doubts, chosen + others)
 
 

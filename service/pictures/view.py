@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from service.pictures.normalise import TRACE
+from service.pictures.normalise import box_of
 from service.pictures.shapes import Grey
 
 SIDE = 28
@@ -82,9 +82,7 @@ def most_beyond(side: int) -> int:
 
 def view_alone(ink: NDArray[np.floating[Any]]) -> Grey:
     """The view of all ink of a picture, (height, width), uint8 (28, 28)."""
-    drawn = ink > ink.max() * TRACE
-    rows, columns = np.flatnonzero(drawn.any(1)).tolist(), np.flatnonzero(drawn.any(0)).tolist()
-    box = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+    box = box_of(ink)
     part = ink[box[0] : box[1], box[2] : box[3]] * (255 / ink.max())
     return view(part.astype(np.uint8), (box[0], box[2]), box)
 

@@ -37,6 +37,19 @@ def test_warm_compiles_the_models_of_the_settings_for_the_architectures(warm, ca
     assert "compiled kernels cannot be kept: " in caplog.text
 
 
+def test_the_settings_say_what_is_compiled(warm, monkeypatch, caplog):
+    def compiled(files, target, rows, architectures):
+        seen.append((len(files), target.precision, target.convolutions, rows, architectures))
+        return 0, 3
+
+    seen = []
+    monkeypatch.setattr("service.warm.compile_ahead", compiled)
+    settings = "--models", "mlp", "--precision", "tf32", "--convolutions", "cudnn"
+    assert warm(*settings, "--architectures", "90") is ExitCode.BACKEND
+    assert seen == [(1, "tf32", "cudnn", 1, (90,))]
+    assert "3 programs do not compile" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

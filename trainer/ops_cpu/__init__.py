@@ -124,7 +124,7 @@ class CpuOps:
         return self.input_from_images(images), run.digits.labels[chosen]
 
     def prefetch(self, state: CpuRunState) -> None:
-        """Nothing: there is nothing that it could go on beside."""
+        """Do nothing: `batch` draws it."""
 
     def input_from_images(self, images: Images) -> Array:
         """Uint8 (n, h, w) -> (1, h, w, n), times 1/255."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from lenet.cuda import kernels
 from lenet.cuda.device import Handle
-from lenet.cuda.epilogue import THREADS, EpilogueShape
+from lenet.cuda.epilogue import ONE_BLOCK_PIXELS, THREADS, EpilogueShape
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena
 from trainer.ops import EPSILON, RUNNING_SHARE, Epilogue
@@ -28,7 +28,6 @@ _CONSTANTS = {"EPSILON": float(EPSILON), "RUNNING_SHARE": float(RUNNING_SHARE)}
 _SUM_THREADS = 512
 _MAX_SUM_BLOCKS = 132  # the last block adds the sums of all
 _MAX_TILES = 1 << 14
-_MAX_PIXELS = 512  # of a batch, that one block sums and then goes on with
 
 
 class SavedEpilogue(NamedTuple):
@@ -176,7 +175,7 @@ class Epilogues:
 
     def _fits_one_block(self, shape: EpilogueShape, rows: int) -> bool:
         pixels = rows * shape.h * shape.w
-        return self.is_alone and shape.pool is None and pixels <= _MAX_PIXELS
+        return self.is_alone and shape.pool is None and pixels <= ONE_BLOCK_PIXELS
 
     def _get(self, shape: EpilogueShape, kernel: str) -> Any:
         source = _FORWARD if kernel == "epilogue_forward" else _BACKWARD

@@ -258,7 +258,8 @@ extern "C" __global__ void __launch_bounds__(256, 3)
 // Grid: C / LANES blocks; threads: rows H W, rounded up to whole warps, at most MAX_PIXELS.
 constexpr int MAX_PIXELS = 512;
 
-// Sums a block's threads, in an order of its own: totals[k] of `values` k, 0 for padded channels.
+// Sums `values` over the threads of a block, into totals: always in the same order, and 0 for
+// padded channels.
 template <int PLANES>
 __device__ inline void sum_over_block(const float (&values)[PLANES][LANES], int channel,
                                       float (&totals)[PLANES][LANES]) {

@@ -37,7 +37,7 @@ class RunState:
 
     `rows` of each batch, from `first_row` on, belong to this rank: their images (rows, 28, 28, 1),
     divided by 255, and labels uint8 (rows,) are `batch`; those of the next step may be drawn into
-    `next_batch` beside the current one. Whether they are is known on the host.
+    `next_batch` beside this step. `is_drawn` and `is_next_drawn`, on the host, say which are there.
     """
 
     run: Run

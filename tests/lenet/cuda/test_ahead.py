@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,24 @@ def test_a_gpu_with_any_number_of_multiprocessors_needs_nothing_else(name, preci
             assert ahead.programs(*arguments) <= found
 
 
-def test_a_program_is_found_by_all_that_it_is_compiled_from(tmp_path, folder):
+def test_all_strategies_have_their_programs():
+    file = WeightFile.read(WEIGHTS / "lenet/2.safetensors")
+
+    def of(precision, convolutions, capability=90):
+        return ahead.programs(file, precision, convolutions, buckets(1024), capability)
+
+    assert of("fp16", "measured") == of("fp16", "auto") | of("fp16", "cudnn")
+    fused = [*of("fp16", "auto"), *of("fp32", "auto"), *of("fp16", "auto", 80)]
+    assert [one.source.name for one in fused].count("fused_network.cu") == 1
+
+
+def test_a_program_is_found_by_source_headers_macros_and_gpu(tmp_path, folder, monkeypatch):
+    (tmp_path / "serving").mkdir()
+    monkeypatch.setattr(programs, "FOLDER", tmp_path / "serving")
     source, header = tmp_path / "kernel.cu", tmp_path / "part.cuh"
-    source.write_text("source")
-    header.write_text("header")
+    other = tmp_path / "serving" / "ptx.cuh"
+    for file in (source, header, other):
+        file.write_text(file.stem)
     program = Program.of(source, {"A": 1, "B": 2.0})
     program.write(90, b"code")
     assert program.find(90).read_bytes() == b"code"
@@ -47,12 +62,15 @@ def test_a_program_is_found_by_all_that_it_is_compiled_from(tmp_path, folder):
     assert same.find(90) == program.find(90)
     assert program.find(80) is None
     assert Program.of(source, {"A": 1, "B": 3.0}).find(90) is None
-    for file in (source, header):
+    for file in (source, header, other):
         before = file.read_text()
         file.write_text("changed")
         assert program.find(90) is None
         file.write_text(before)
     assert program.find(90) is not None
+    program.write(90, b"other code")
+    assert program.find(90).read_bytes() == b"other code"
+    assert len(list(folder.rglob("*.cubin"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -93,6 +111,13 @@ def test_every_architecture_has_its_code_and_what_does_not_compile_is_named(
     written = {path: path.stat().st_mtime_ns for path in files}
     assert compile_ahead([file], target, 1, found) == (count, failed)
     assert written == {path: path.stat().st_mtime_ns for path in folder.rglob("*.cubin")}
+    monkeypatch.setattr(ahead, "_compile", _killed)
+    with pytest.raises(BackendUnavailable, match="a compiling process was killed"):
+        compile_ahead([file], target, 1, found)
+
+
+def _killed(_wanted):
+    os._exit(1)
 
 
 def test_a_machine_without_the_compiler_is_told_what_to_install(monkeypatch):

@@ -152,6 +152,11 @@ async def test_what_was_considered_in_a_picture_is_in_its_explanation_alone(post
     seen = np.stack([pixels(one.image) for one in found.candidates])
     judged = [(one.digit, one.mark) for one in found.candidates]
     np.testing.assert_allclose(verdicts(seen), judged, atol=1e-4)
+    scribble = np.full((200, 200), 255, np.uint8)
+    scribble[20:50, 20:80] = scribble[120:180, 100:110] = scribble[150:160, 80:190] = 0
+    marks = answer(await post(encoded(scribble), PNG)).candidates
+    assert [one.chosen for one in marks] == [True, *[False] * (len(marks) - 1)]
+    assert len(marks) > 1  # those apart from what was taken
     head = b"digits=several&invert=true", {"content-type": PNG}, {}, Limits(64)
     assert read_predict(*head)[0].decode(encoded(grey), lambda _: None).asked is NOTHING
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ from service.errors import (
 )
 from service.forms import open_inference_pb2 as pb
 from service.forms.body import decode
-from service.forms.form import Asked
+from service.forms.form import NOTHING, Asked
 from service.forms.oip_json import OipJsonForm
 from service.forms.oip_proto import OipProtoForm
 from service.forms.prediction import ImageForm
@@ -454,7 +454,19 @@ async def test_a_request_is_unavailable_when_no_process_can_be_started(pool, mon
     assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
 
 
+def asked_of(*candidates):
+    """A reply about one image."""
+    text = json.dumps({"asked": asdict(NOTHING) | {"candidates": candidates}}).encode()
+    return READY + HEAD.pack(len(text), 784) + text + bytes(784)
+
+
+CANDIDATE = {"box": [0, 1, 0, 1], "image": "A" * 1048, "digit": 0.5, "mark": 0.5, "chosen": True}
+
 REPLIES = {
+    "too many candidates": asked_of(*[CANDIDATE] * 25),
+    "a candidate of half a box": asked_of(CANDIDATE | {"box": [0, 1]}),
+    "a candidate without an image": asked_of(CANDIDATE | {"image": ""}),
+    "a candidate that is more than sure": asked_of(CANDIDATE | {"digit": 1.5}),
     "a reply before it is ready": HEAD.pack(2, 784) + b"{}" + bytes(784),
     "too many images": READY + HEAD.pack(2, 2 * 784),
     "not images": READY + HEAD.pack(2, 783),
