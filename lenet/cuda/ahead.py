@@ -161,7 +161,7 @@ def compile_all(wanted: Iterable[tuple[int, Program]]) -> tuple[int, int]:
                     program.write(capability, found)
         except BrokenProcessPool as exc:
             raise BackendUnavailable(
-                "a compiling process was killed", "give it 300 MB of memory for each core"
+                "a compiling process was killed", "there is one for each core, of 140 MB"
             ) from exc
     return len(wanted) - failed, failed
 
